@@ -29,3 +29,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def geometry3k_sample() -> Path:
     """Directory with train-*.parquet and test-*.parquet, exactly as the hub ships hiyouga/geometry3k."""
     return Path(os.environ["GEOMETRY3K_SAMPLE"])
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """With CI=true a skipped test is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") == "true" and reporter is not None and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,108 @@
+"""The parts of `make test`, in fail-fast order, with the seconds each took.
+
+Owns the order and the clock; what a part checks lives in its folder under tests/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["launcher", "core", "models", "tests", "bench"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: commands run one after the other; `needs` names programs without which it is left out by name."""
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    minutes: float
+    full: bool = False
+    needs: tuple[str, ...] = field(default=())
+
+
+def pytest_command(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "pytest", *arguments)
+
+
+PARTS = (
+    Part(
+        "lint",
+        (
+            (sys.executable, "-m", "ruff", "check", *SOURCES),
+            (sys.executable, "-m", "ruff", "format", "--check", *SOURCES),
+            (sys.executable, "-m", "mypy", "launcher", "core", "models"),
+            pytest_command("tests/test_imports.py"),
+        ),
+        5,
+    ),
+    Part(
+        "unit",
+        (pytest_command("-n", "2", *[f"tests/{area}" for area in ("config", "cli", "plan", "rpc", "report", "rl")]),),
+        8,
+    ),
+    Part("data", (pytest_command("-n", "2", "tests/data", "tests/weights"),), 8),
+    Part("model parity", (pytest_command("-n", "2", "tests/model"),), 10),
+    Part("engine", (pytest_command("-n", "2", "tests/engine"),), 10),
+    Part("inference and rollout", (pytest_command("tests/embedded", "tests/rollout", "tests/rewards"),), 10),
+    Part("processes", (pytest_command("tests/node"),), 10),
+    Part("end to end", (pytest_command("tests/e2e"),), 20),
+    Part("quickstart, three seeds", ((sys.executable, "-m", "bench.quickstart", "--seeds", "0", "1", "2", "--check"),), 45, full=True),
+    Part("asynchrony", ((sys.executable, "-m", "bench.asynchrony", "--check"),), 15, full=True),
+    Part("long forms", (pytest_command("-m", "slow", "tests"),), 30, full=True),
+)
+
+
+def run(part: Part) -> bool:
+    """Runs one part; True when every command of it succeeded within its minutes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for command in part.commands:
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=part.minutes * 60, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"part {part.name}: not finished after {part.minutes} minutes: {' '.join(command)}", flush=True)
+            return False
+        if done.returncode != 0:
+            print(f"part {part.name}: exit {done.returncode}: {' '.join(command)}", flush=True)
+            return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="runs the parts of the test suite in fail-fast order")
+    parser.add_argument("--full", action="store_true", help="the long forms too")
+    parser.add_argument("--only", nargs="*", help="just these parts")
+    arguments = parser.parse_args()
+    seconds: dict[str, float] = {}
+    failed = False
+    for part in PARTS:
+        if (part.full and not arguments.full) or (arguments.only and part.name not in arguments.only):
+            continue
+        missing = [program for program in part.needs if shutil.which(program) is None]
+        if missing:
+            print(f"part {part.name}: left out, {', '.join(missing)} not on this machine", flush=True)
+            if os.environ.get("CI") == "true":
+                return 1
+            continue
+        print(f"── {part.name}", flush=True)
+        start = time.monotonic()
+        failed = not run(part)
+        seconds[part.name] = time.monotonic() - start
+        if failed:
+            break
+    for name, took in seconds.items():
+        print(f"{took:8.1f} s  {name}")
+    print(f"{sum(seconds.values()):8.1f} s  in all")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
