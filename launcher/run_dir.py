@@ -1,0 +1,91 @@
+"""Every path of a run, in one place.
+
+Owns the names below a run directory and its creation; it reads and writes no file but the token.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class RunDirError(Exception):
+    """A run directory cannot be used; the message says which and what to do."""
+
+
+class _Below:
+    """A fixed path below the root."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.root.joinpath(*self.parts)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    root: Path
+
+    config = _Below("config.yaml")
+    plan = _Below("plan.json")
+    rendezvous = _Below("rendezvous.json")
+    state = _Below("state.json")
+    token = _Below("token")
+    logs = _Below("logs")
+    weights = _Below("weights")
+    checkpoints = _Below("checkpoints")
+    hub = _Below("hub")
+    code = _Below("code")
+    submitit = _Below("submitit")
+    batches = _Below("rollouts", "batches")
+    images = _Below("rollouts", "images")
+    index = _Below("rollouts", "index.jsonl")
+    void = _Below("void.jsonl")
+    metrics = _Below("metrics.jsonl")
+    tb = _Below("tb")
+
+    def log(self, attempt: int, partition: str, node: int, process: str) -> Path:
+        """The one log file of a process of an attempt; its directory is there afterwards."""
+        path = self.logs / str(attempt) / f"{partition}-{node}" / f"{process}.log"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return path
+
+    def create(self) -> None:
+        """Makes the directories (0700) and the token (0600); what is there already stays."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.chmod(0o700)
+            for path in (self.logs, self.weights, self.checkpoints, self.hub, self.batches, self.images, self.tb):
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._create_token()
+        except OSError as error:
+            raise RunDirError(
+                f"the run directory {self.root} cannot be made: {error.strerror or error}\n"
+                "  cluster.fileroot must be a directory you may write, on storage that every node sees"
+            ) from error
+
+    def _create_token(self) -> None:
+        if self.token.exists():
+            self.token.chmod(0o600)
+            return
+        scratch = self.root / f".token.{os.getpid()}"
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(handle, secrets.token_hex(32).encode())
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        scratch.rename(self.token)
+
+    def read_token(self) -> str:
+        try:
+            return self.token.read_text().strip()
+        except OSError as error:
+            raise RunDirError(f"{self.token} cannot be read ({error.strerror}); is {self.root} a run directory?") from error
+
+
+def run_dir_of(fileroot: str | Path, experiment_name: str, trial_name: str) -> RunDir:
+    return RunDir(Path(fileroot).expanduser().absolute() / experiment_name / trial_name)
