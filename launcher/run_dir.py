@@ -84,7 +84,8 @@ class RunDir:
         try:
             return self.token.read_text().strip()
         except OSError as error:
-            raise RunDirError(f"{self.token} cannot be read ({error.strerror}); is {self.root} a run directory?") from error
+            reason = f"{self.token} cannot be read ({error.strerror}); is {self.root} a run directory?"
+            raise RunDirError(reason) from error
 
 
 def run_dir_of(fileroot: str | Path, experiment_name: str, trial_name: str) -> RunDir:
