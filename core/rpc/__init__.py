@@ -1,0 +1,1 @@
+"""HTTP between the processes of one run: `service` (server side), `client`, `auth`, `errors`. Torch-free."""
