@@ -1,0 +1,84 @@
+"""What the rollout needs of an inference server, whichever backend it is.
+
+Owns the words between core.rollout and a backend's client (core.inference.sglang …): a request, its answer, the ways it
+can fail. No transport here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class ServerLostError(Exception):
+    """The connection broke, or the server gave no answer: the request may go on elsewhere."""
+
+
+class ServerRefusedError(Exception):
+    """The server answered and said no: sending the same request again will not help."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LoadRefusedError(Exception):
+    """A server did not take a version, or takes it under another name."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """`body` is the JSON of prompt and images, without its braces: the samples of a group share it."""
+
+    rid: str
+    body: bytes
+    sampling: dict[str, Any]
+
+
+@dataclass
+class Generation:
+    """What was sampled so far; `prompt_ids` are the expanded ones as the server reported them."""
+
+    prompt_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_matched: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason in ("stop", "length")
+
+
+class InferenceClient(Protocol):
+    """One server. `progress` is called whenever anything arrives from it."""
+
+    url: str
+
+    async def generate_ids(
+        self, request: Request, *, stream: bool, partial: Generation | None = None, progress: Callable[[], None] = ...
+    ) -> Generation: ...
+
+    async def abort(self, rid: str = "", *, everything: bool = False) -> None: ...
+
+    async def pause(self, mode: str = "retract") -> None: ...
+
+    async def load(self, path: str, version: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def model_info(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
+_NAMED_VERSION = re.compile(r"v(\d+)-r\d+")
+
+
+def version_number(name: str | int) -> int:
+    """The number in a version's name on a server: v000012-r1 and 12 are both 12. Raises ValueError for anything else."""
+    match = _NAMED_VERSION.fullmatch(str(name))
+    return int(match.group(1)) if match else int(name)
