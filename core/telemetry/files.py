@@ -1,7 +1,7 @@
 """Files that other processes read while we write them.
 
-A file that is read whole appears at once or not at all (write_atomic); a file that grows is framed by lines, each written
-by a single O_APPEND write, and a torn last line is ignored by its readers.
+A file that is read whole appears at once or not at all (write_atomic); a file that grows is framed by lines, each
+written by a single O_APPEND write, and a torn last line is ignored by its readers.
 """
 
 import json

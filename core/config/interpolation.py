@@ -1,0 +1,82 @@
+"""`${other.key}` in the written values, resolved by OmegaConf over the file and the defaults of the schema."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic_core import PydanticUndefined
+
+from core.config.base import Section
+from core.config.reading import Document, Path, dotted, unwrap
+
+
+def resolve(document: Document, tree: dict[str, Any], schema: type[Section]) -> set[Path]:
+    """Replaces every interpolation in `tree`; returns the paths that could not be, with a problem for each."""
+    wanted = [path for path, text in leaves(tree) if isinstance(text, str) and "${" in text]
+    failed: set[Path] = set()
+    if not wanted:
+        return failed
+    whole = OmegaConf.create(with_defaults(tree, schema))
+    resolved: list[tuple[Path, Any]] = []
+    for path in wanted:
+        try:
+            node: Any = whole
+            for part in path:
+                node = node[part]
+            if isinstance(node, DictConfig | ListConfig):
+                node = OmegaConf.to_container(node, resolve=True)
+            resolved.append((path, node))
+        except (OmegaConfBaseException, RecursionError, ValueError) as error:
+            failed.add(path)
+            reason = "goes round in a circle" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+            document.problems.append(f"{document.where(path)}: {dotted(path)}: cannot be resolved: {reason}")
+    for path, value in resolved:
+        put(tree, path, value)
+    for path in failed:
+        put(tree, path, None)
+    return failed
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    here: Any = tree
+    for part in path[:-1]:
+        here = here[part]
+    here[path[-1]] = value
+
+
+def with_defaults(written: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
+    """What is written over what the schema says where nothing is."""
+    tree = dict(written)
+    for name, found in schema.model_fields.items():
+        inner = unwrap(found.annotation)
+        section = inner if isinstance(inner, type) and issubclass(inner, Section) else None
+        value = written.get(name)
+        if section is not None and isinstance(value, dict):
+            tree[name] = with_defaults(value, section)
+        elif name not in written:
+            default = found.get_default(call_default_factory=True)
+            if default is PydanticUndefined:
+                tree[name] = with_defaults({}, section) if section else "???"
+            else:
+                tree[name] = _plain(default)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

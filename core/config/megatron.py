@@ -1,0 +1,61 @@
+"""AReaL's `megatron` section: there is no Megatron engine here, so only its defaults are accepted."""
+
+from core.config.base import Foreign
+
+_DDP = {
+    "grad_reduce_in_fp32": True,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "align_param_gather": False,
+    "use_distributed_optimizer": True,
+    "check_for_nan_in_grad": False,
+    "bucket_size": None,
+    "average_in_collective": False,
+    "fp8_param_gather": False,
+}
+_FP8 = {
+    "mode": "e4m3",
+    "recipe": "delayed",
+    "param": False,
+    "margin": 0,
+    "amax_history_len": 1,
+    "amax_compute_algo": "most_recent",
+    "wgrad": True,
+    "dot_product_attention": False,
+    "multi_head_attention": False,
+    "tp_only_amax_red": False,
+    "first_last_layers_bf16": False,
+    "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
+    "direct_convert": True,
+}
+MEGATRON = Foreign(
+    {
+        "wrap_with_ddp": True,
+        "use_torch_fsdp2": False,
+        "use_custom_fsdp": False,
+        "ddp": _DDP,
+        "virtual_pipeline_parallel_size": 1,
+        "overlap_param_gather_with_optimizer_step": False,
+        "use_precision_aware_optimizer": False,
+        "main_grads_dtype": "float32",
+        "main_params_dtype": "float32",
+        "exp_avg_dtype": "float32",
+        "exp_avg_sq_dtype": "float32",
+        "async_save": False,
+        "use_checkpoint_opt_param_scheduler": True,
+        "use_deterministic_algorithms": False,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "distribute_saved_activations": None,
+        "recompute_modules": None,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_overlap": False,
+        "moe_enable_deepep": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": False,
+        "fp8_config": _FP8,
+    },
+    why="is for the Megatron engine, which is not here",
+)
