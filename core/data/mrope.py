@@ -62,10 +62,12 @@ def mrope_position_ids(
         run = kind[start:token]
         if run.size != t * rows * cols or (run != kind[start]).any():
             got = int((kind[start:] == kind[start]).cumprod().sum())
-            raise PlaceholderError(f"image {number} of grid {t}x{h}x{w} wants {t * rows * cols} placeholders, has {got}")
+            raise PlaceholderError(
+                f"image {number} of grid {t}x{h}x{w} wants {t * rows * cols} placeholders, has {got}"
+            )
         is_video = kind[start] == 2
         interval = tokens_per_second * (next(seconds, 1.0) if seconds is not None else 1.0) if is_video else 1.0
-        frame = (np.arange(t) * np.float32(interval)).astype(np.int64)  # float32 as transformers
+        frame = (np.arange(t, dtype=np.float32) * np.float32(interval)).astype(np.int64)  # float32 as transformers
         out[0, start:token] = np.repeat(frame, rows * cols) + position
         out[1, start:token] = np.tile(np.repeat(np.arange(rows), cols), t) + position
         out[2, start:token] = np.tile(np.arange(cols), t * rows) + position

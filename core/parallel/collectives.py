@@ -1,0 +1,154 @@
+"""Copy, reduce, gather and scatter with gradients, over a group that the caller passes.
+
+Owns the pairs of communication that tensor parallelism needs, in Megatron's words; holds no group and no parameter.
+A group of None or of size 1 makes each of them the identity.
+
+| call           | forward        | backward       |
+| copy           | identity       | all-reduce     |
+| reduce         | all-reduce     | identity       |
+| gather         | all-gather     | take own slice |
+| scatter        | take own slice | all-gather     |
+| gather_sum     | all-gather     | reduce-scatter |
+| reduce_scatter | reduce-scatter | all-gather     |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks of the group; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+def copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same values on every rank of the group; their gradients add up."""
+    return x if group_size(group) == 1 else _Copy.apply(x, group)
+
+
+def reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum of every rank's partial values."""
+    return x if group_size(group) == 1 else _Reduce.apply(x, group)
+
+
+def gather(x: Tensor, group: ProcessGroup | None, dim: int = -1) -> Tensor:
+    """Slices of all ranks side by side along `dim`, used in the same way by every rank."""
+    return x if group_size(group) == 1 else _Gather.apply(x, group, dim)
+
+
+def scatter(x: Tensor, group: ProcessGroup | None, dim: int = -1) -> Tensor:
+    """This rank's slice along `dim` of values that every rank holds."""
+    return x if group_size(group) == 1 else _Scatter.apply(x, group, dim)
+
+
+def gather_sum(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Slices of all ranks side by side, used differently by each rank: their gradients add up."""
+    return x if group_size(group) == 1 else _GatherSum.apply(x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
+    """This rank's slice along `dim` of the sum of every rank's partial values."""
+    return x if group_size(group) == 1 else _ReduceScatter.apply(x, group, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum(grads[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _concatenate(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _own_slice(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _concatenate(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _concatenate(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_slice(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _sum_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _concatenate(grads[0], ctx.group, ctx.dim), None, None
+
+
+def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    if x.shape[dim] % group.size():
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide among {group.size()} ranks")
+    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+def _sum_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    if x.shape[dim] % group.size():
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide among {group.size()} ranks")
+    parts = [part.contiguous() for part in x.chunk(group.size(), dim=dim)]
+    own = torch.empty_like(parts[group.rank()])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
