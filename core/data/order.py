@@ -41,14 +41,18 @@ class Order:
             return place.position
         return int(_permutation(self.rows, self.seed, place.epoch)[place.position])
 
-    def span(self, start: Place, count: int) -> tuple[list[Place], Place | None]:
-        """The next `count` places from `start` (fewer at the end of the last epoch), and the place after them."""
+    def span(self, start: Place, count: int) -> list[Place]:
+        """The next `count` places from `start`, over the ends of epochs; fewer at the end of the last one."""
         places: list[Place] = []
-        at: Place | None = self._carried(start)
+        at = self._carried(start)
         while at is not None and len(places) < count:
             places.append(at)
-            at = self._carried(Place(at.epoch, at.position + 1))
-        return places, at
+            at = self.after(at)
+        return places
+
+    def after(self, place: Place) -> Place | None:
+        """The place that follows, None after the last epoch's last."""
+        return self._carried(Place(place.epoch, place.position + 1))
 
     def _carried(self, place: Place) -> Place | None:
         if self.epoch_length == 0:

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 CACHED_BYTES = 256 << 20
-_OTHER_NAMES = {"valid": ("validation", "val", "test"), "validation": ("valid", "val"), "test": ("validation",)}
 
 
 class RowsError(Exception):
@@ -30,22 +29,20 @@ class Row:
     columns: dict[str, Any]
 
 
-def split_files(path: Path, split: str) -> list[Path]:
-    """Parquet files of a split: the file itself, or `<split>-*.parquet` / `<split>.parquet` in `path` or its data/.
+def split_files(path: Path, *names: str) -> list[Path]:
+    """Parquet files of a split: the file itself, or `<name>-*.parquet` / `<name>.parquet` in `path` or its data/.
 
-    Without files of that name, those of its other names (valid: validation, val, test) are taken. Raises RowsError.
+    The first of `names` that has files is taken. Raises RowsError.
     """
     if path.is_file():
         return [path]
-    places = (path, path / "data", path / "default", path / split)
-    for name in (split, *_OTHER_NAMES.get(split, ())):
-        for place in places:
+    for name in names:
+        for place in (path, path / "data", path / name):
             if files := sorted({*place.glob(f"{name}-*.parquet"), *place.glob(f"{name}.parquet")}):
                 return files
     present = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))[:8]
-    raise RowsError(
-        f"{path} has no {split}-*.parquet; it has {', '.join(present) if present else 'no parquet file at all'}"
-    )
+    wanted = " or ".join(f"{name}-*.parquet" for name in names)
+    raise RowsError(f"{path} has no {wanted}; it has {', '.join(present) if present else 'no parquet file at all'}")
 
 
 class Rows:
