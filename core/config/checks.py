@@ -8,7 +8,8 @@ from core.config.reading import Path
 
 Problem = tuple[Path, str]
 WITH_NAMES = ("rollout", "actor", "ref", "critic", "saver", "evaluator", "recover", "stats_logger", "perf_tracer")
-REWARD = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+BUILT_IN = ("geometry3k", "exact_match")  # files of core/rewards
+REWARD = re.compile(r"([A-Za-z_][\w.]*|/.*\.py):[A-Za-z_]\w*")
 
 
 def check(config: Config) -> Iterator[Problem]:
@@ -61,8 +62,8 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _rewards(config: Config) -> Iterator[Problem]:
-    if config.reward != "geometry3k" and not REWARD.fullmatch(config.reward):
-        yield ("reward",), f"wants geometry3k or module:function; found {config.reward!r}"
+    if config.reward not in BUILT_IN and not REWARD.fullmatch(config.reward):
+        yield ("reward",), f"wants one of {', '.join(BUILT_IN)}, or module:function; found {config.reward!r}"
     actor = config.actor
     if config.type != "rl":
         return

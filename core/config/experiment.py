@@ -44,7 +44,7 @@ class Config(Section):
     # ours
     deterministic: bool = False
     watchdog_secs: Annotated[float, Field(gt=0)] = 600.0
-    reward: str = "geometry3k"  # or module:function
+    reward: str = "geometry3k"  # or exact_match, or module:function
     reward_kwargs: dict[str, Any] = Field(default={})
 
     cluster: Cluster = Cluster()

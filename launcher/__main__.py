@@ -1,0 +1,16 @@
+"""`python -m launcher`: takes the working directory out of sys.path before any import of ours, then runs the CLI.
+
+A user's folder may hold a `core` or `models` of its own; the root of this project comes first.
+"""
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 (pathlib costs start-up time)
+_HERE = os.path.realpath(os.getcwd())  # noqa: PTH109
+sys.path[:] = [_ROOT, *(entry for entry in sys.path if os.path.realpath(entry or _HERE) not in (_HERE, _ROOT))]
+
+from launcher.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
