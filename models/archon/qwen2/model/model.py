@@ -164,4 +164,4 @@ class Qwen2Model(nn.Module):
         rows_MD = embeds_ND if row_M is None else embeds_ND.index_select(0, row_M)
         if rows_MD.shape[0] != wanted:
             raise PlaceholderError(f"{wanted} placeholder tokens in the batch, {rows_MD.shape[0]} image embeddings")
-        return x_TD.masked_scatter(here_T[:, None], rows_MD)
+        return x_TD.index_copy(0, torch.nonzero_static(here_T, size=wanted).squeeze(1), rows_MD)
