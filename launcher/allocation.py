@@ -14,7 +14,8 @@ import difflib
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+
+from core.config.errors import UserError
 
 INFERENCE_BACKENDS = ("sglang", "vllm", "embedded")
 TRAINING_BACKENDS = ("archon", "fsdp")
@@ -27,7 +28,7 @@ _NUMBER = re.compile(r"[0-9]+")
 _MAX_DIGITS = 6
 
 
-class AllocationError(Exception):
+class AllocationError(UserError):
     """An allocation string that is not in the grammar, or names what is not built; str() has the caret."""
 
     def __init__(self, message: str, text: str, start: int, end: int | None = None) -> None:
@@ -58,7 +59,12 @@ class Dims:
     @property
     def world(self) -> int:
         """GPUs; e (experts) divides what the others count and multiplies nothing."""
-        return self.d * self.p * self.t * self.c
+        return self.d * self.replica
+
+    @property
+    def replica(self) -> int:
+        """GPUs of one replica: what a server spans."""
+        return self.p * self.t * self.c
 
     def __str__(self) -> str:
         return f"d{self.d}" + "".join(f"{axis}{getattr(self, axis)}" for axis in AXES[1:] if getattr(self, axis) != 1)
@@ -239,7 +245,3 @@ class _Parser:
 def _listed(words: tuple[str, ...]) -> str:
     return ", ".join(words)
 
-
-def gpus_of(dims: Dims) -> int:
-    """GPUs of one replica: what a server spans."""
-    return prod((dims.p, dims.t, dims.c))

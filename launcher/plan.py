@@ -6,6 +6,69 @@ siblings, the grammar of allocation_mode in launcher.allocation. It starts nothi
 
 from __future__ import annotations
 
-from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
+import re
 
-__all__ = ["BatchPlan", "Memory", "Node", "Partition", "Plan", "Rank", "Server"]
+from core.config import Config, not_built
+from launcher.model_sizes import ModelError, ModelShape
+from launcher.planning.judge import judge
+from launcher.planning.known import read_known
+from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
+from launcher.planning.limits import limit_warnings
+from launcher.planning.memory import disk_bytes
+from launcher.planning.problem import PlanError, Problem
+from launcher.planning.suggestions import fits
+
+__all__ = ["BatchPlan", "Memory", "Node", "Partition", "Plan", "PlanError", "Problem", "Rank", "Server", "plan"]
+
+# servers that this version starts; the others are planned and marked
+_SERVERS_BUILT = ("embedded",)
+
+
+def plan(
+    config: Config,
+    *,
+    emulate: bool = False,
+    device: str | None = None,
+    model: ModelShape | None = None,
+    swaps: list[str] | None = None,
+) -> Plan:
+    """Plans a run; raises PlanError with everything that is wrong and layouts that fit.
+
+    `emulate` marks a configuration that launcher.emulate has already swapped (`swaps`: its lines); `model` stands in
+    for the sizes that are else read from actor.path.
+    """
+    device = device or ("cpu" if emulate else "cuda")
+    try:
+        known, problems = read_known(config, model)
+    except ModelError as error:
+        raise PlanError([Problem("actor.path", str(error))]) from error
+    judged = judge(config, known, device)
+    problems += judged.problems
+    if problems:
+        raise PlanError(problems, fits(config, known, device, problems))
+    return Plan(
+        run_id=run_id(config),
+        device=device,
+        emulate=emulate,
+        swaps=list(swaps or ()),
+        warnings=limit_warnings(config, known),
+        partitions=judged.partitions,
+        batch=judged.batch,
+        memory=judged.memory,
+        disk_bytes=disk_bytes(config, known, judged.batch.samples),
+        not_built=[*not_built(config), *_servers_not_built(judged.partitions)],
+        notes=judged.notes,
+        model={"name": known.shape.name, "params": known.shape.params, "source": known.shape.source},
+    )
+
+
+def run_id(config: Config) -> str:
+    return re.sub(r"[^a-z0-9.-]+", "-", f"{config.experiment_name}-{config.trial_name}".lower()).strip("-.")
+
+
+def _servers_not_built(partitions: list[Partition]) -> list[str]:
+    return [
+        f"allocation_mode: starting {each.backend} servers is known but not built yet; embedded is, and --emulate"
+        for each in partitions
+        if each.name == "inference" and each.backend not in _SERVERS_BUILT
+    ]

@@ -10,8 +10,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.config.errors import UserError
 
-class RunDirError(Exception):
+
+class RunDirError(UserError):
     """A run directory cannot be used; the message says which and what to do."""
 
 

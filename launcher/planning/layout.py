@@ -86,6 +86,8 @@ class Plan:
     memory: list[Memory]
     disk_bytes: int
     not_built: list[str]
+    notes: list[str]
+    model: dict[str, Any]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
