@@ -111,7 +111,7 @@ COMMANDS = {
     ),
     "report": Command(
         "Write one HTML page about a run: curves, where the time went, sampled answers beside their images.",
-        "report quickstart/grpo --json",
+        "report quickstart/trial0 --json",
         (_run, _report, _json),
     ),
     "make-model": Command(

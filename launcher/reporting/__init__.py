@@ -1,0 +1,1 @@
+"""What the command `report` is made of: the summary of a run and its page."""
