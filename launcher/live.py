@@ -46,7 +46,7 @@ def table(run_dir: RunDir, metrics: Metrics, status: Mapping[str, Any]) -> Rende
     grid.add_column(style="dim", justify="right")
     grid.add_column()
     for name, value in rows:
-        grid.add_row(name, value)
+        grid.add_row(name, Text(value))
     title = Text(f"{run_dir.root.parent.name}/{run_dir.root.name}", style="bold")
     title.append(
         f"  {status.get('phase') or 'starting'}", style="green" if status.get("phase") == "running" else "yellow"
@@ -75,7 +75,8 @@ def _step_rows(metrics: Metrics) -> list[tuple[str, str]]:
         ("staleness", f"mean {number(last.get('staleness_mean'), 2)}  max {number(last.get('staleness_max'), 0)}"),
         (
             "tokens/s",
-            f"sampled {number(last.get('tokens_per_s_rollout'), 0)}  trained {number(last.get('tokens_per_s_train'), 0)}",
+            f"sampled {number(last.get('tokens_per_s_rollout'), 0)}  "
+            f"trained {number(last.get('tokens_per_s_train'), 0)}",
         ),
         (
             "waiting",
@@ -139,7 +140,8 @@ def plain_line(record: Record) -> str | None:
             return (
                 f"evaluation {record.get('name', 'valid')} at step {record.get('step')}: accuracy "
                 f"{number(record.get('accuracy'))} over {record.get('rows', NONE)} rows, versions "
-                f"{record.get('version_min', NONE)}–{record.get('version_max', NONE)}, {number(record.get('secs'), 1)} s"
+                f"{record.get('version_min', NONE)}–{record.get('version_max', NONE)}, "
+                f"{number(record.get('secs'), 1)} s"
             )
         case "note":
             return f"{record.get('level', 'note')}: {record.get('message', '')}"

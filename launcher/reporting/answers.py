@@ -54,7 +54,8 @@ def _group(run_dir: RunDir, members: Sequence[Sample]) -> str:
     first = members[0]
     images = "".join(_image(run_dir.images, image.hash) for image in first.images)
     rows = "".join(
-        f"<tr class='{_class(sample)}'><td>{sample.reward:.3g}</td><td><pre>{html.escape(sample.text[:4000])}</pre></td>"
+        f"<tr class='{_class(sample)}'><td>{sample.reward:.3g}</td>"
+        f"<td><pre>{html.escape(sample.text[:4000])}</pre></td>"
         f"<td>{html.escape(_notes(sample))}</td></tr>"
         for sample in members[:SAMPLES]
     )

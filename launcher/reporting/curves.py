@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Point = tuple[float, float]
@@ -53,7 +53,7 @@ def chart(title: str, lines: Sequence[Line], *, floor: float | None = None, ceil
     return f"<figure>{heading}{svg}{''.join(parts)}</svg><div class='legend'>{legend}</div></figure>"
 
 
-def _grid(low: float, high: float, left: float, right: float, place) -> str:  # type: ignore[no-untyped-def]
+def _grid(low: float, high: float, left: float, right: float, place: Callable[[Point], Point]) -> str:
     parts = []
     for value in ticks(low, high):
         _, y = place((left, value))

@@ -14,7 +14,8 @@ body{font:15px/1.45 system-ui,sans-serif;color:#111827;margin:2rem auto;max-widt
 h1{margin-bottom:0}h2{margin-top:2.2rem;border-bottom:1px solid #e5e7eb}
 .charts{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 480px}figure.wide{flex-basis:100%}
 figcaption{font-weight:600}svg{width:100%;height:auto}svg text{font:11px system-ui;fill:#6b7280}
-.legend span{margin-right:1rem;white-space:nowrap}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
+.legend span{margin-right:1rem;white-space:nowrap}
+.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
 table{border-collapse:collapse}td,th{text-align:left;padding:.15rem .7rem .15rem 0;vertical-align:top}
 pre{margin:0;white-space:pre-wrap;word-break:break-word;font-size:13px}.none,.ids{color:#6b7280}
 .group{display:flex;gap:1.2rem;border-top:1px solid #e5e7eb;padding:.8rem 0}.images{flex:0 0 220px}

@@ -4,7 +4,7 @@ Owns sums and means over metrics.jsonl and void.jsonl; it reads the run director
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def curve(records: Iterable[Record], name: str) -> list[tuple[int, float]]:
 
 def phase_secs(records: Iterable[Record]) -> dict[str, float]:
     """Seconds of the run by phase of a step; `other` is what no phase claims of `step`."""
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     for record in records:
         secs = record.get("secs")
         for name, value in secs.items() if isinstance(secs, dict) else ():
