@@ -22,6 +22,10 @@ from core.data.prompts import PictureFacts
 _REPOSITORY = Path(__file__).parents[2]
 
 
+class _ChildDied(Exception):
+    """A child ended before it answered; the message says how."""
+
+
 class ImagePool:
     """Up to `workers` children, started when there is work."""
 
@@ -40,21 +44,14 @@ class ImagePool:
         """Facts and PNG of a picture at its final size. Raises ImageError, also for one that hangs or kills a child."""
         request = _request(source, min_pixels, max_pixels, root)
         async with self._slots:
-            child = self._free.pop() if self._free else await self._start()
             try:
-                header, body = await asyncio.wait_for(_exchange(child, request), self.deadline)
-            except TimeoutError:
-                raise ImageError(f"not decoded within {self.deadline:g} s; its process was killed") from None
-            except (asyncio.IncompleteReadError, ConnectionError):
-                await child.wait()
-                code = child.returncode or 0
-                reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                raise ImageError(f"decoding it ended its process ({reason})") from None
-            else:
-                self._free.append(child)
-            finally:
-                if child not in self._free:
-                    await self._end(child)
+                header, body = await self._ask(request)
+            except _ChildDied:
+                # It may have been ended from outside, idle or at work; a picture that ends two is to blame.
+                try:
+                    header, body = await self._ask(request)
+                except _ChildDied as error:
+                    raise ImageError(f"decoding it ended its process twice ({error})") from None
         self.processed += 1
         if "error" in header:
             raise ImageError(header["error"])
@@ -65,6 +62,24 @@ class ImagePool:
             grid_thw=tuple(header["grid_thw"]),
         )
         return facts, body
+
+    async def _ask(self, request: bytes) -> tuple[dict[str, Any], bytes]:
+        child = self._free.pop() if self._free else await self._start()
+        try:
+            answer = await asyncio.wait_for(_exchange(child, request), self.deadline)
+        except TimeoutError:
+            self.killed += 1
+            raise ImageError(f"not decoded within {self.deadline:g} s; its process was killed") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await child.wait()
+            code = child.returncode or 0
+            raise _ChildDied(signal.Signals(-code).name if code < 0 else f"exit code {code}") from None
+        else:
+            self._free.append(child)
+            return answer
+        finally:
+            if child not in self._free:
+                await self._end(child)
 
     def pids(self) -> list[int]:
         return sorted(child.pid for child in self._all)
@@ -90,7 +105,6 @@ class ImagePool:
         return child
 
     async def _end(self, child: asyncio.subprocess.Process) -> None:
-        self.killed += 1
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()

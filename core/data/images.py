@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
 PATCH, MERGE, TEMPORAL_PATCH = 14, 2, 2
 FACTOR = PATCH * MERGE
@@ -25,7 +25,9 @@ MAX_SOURCE_PIXELS = 64 << 20
 MAX_SOURCE_BYTES = 64 << 20
 MAX_ASPECT = 200
 # No format that runs a program (EPS) or that nobody trains on.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# Image.open's own first choice has all of them but these two, and fails on a format that is not loaded.
+_LOADED = (TiffImagePlugin, WebPImagePlugin)
 _MEAN = np.array([0.48145466, 0.4578275, 0.40821073])
 _STD = np.array([0.26862954, 0.26130258, 0.27577711])
 # Normalised value of each of the 256 byte values in each channel.
@@ -147,6 +149,8 @@ def _read(path: Path, root: Path | None) -> bytes:
         if not resolved.is_relative_to(root.resolve()):
             raise ImageError(f"{path} lies outside of {root}")
         path = resolved
+    if path.exists() and not path.is_file():
+        raise ImageError(f"{path} is not a regular file")
     try:
         with path.open("rb") as file:
             return file.read(MAX_SOURCE_BYTES + 1)
