@@ -1,0 +1,130 @@
+"""The HTTP routes of a node daemon. Owns reading requests and shaping answers; the daemon does the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from core.rpc.errors import RpcError
+from core.rpc.service import Call, Reply, Service
+from launcher.node.book import SERVICES, Book, Ending, node_names
+from launcher.node.children import ChildState
+from launcher.node.state import Phase
+
+if TYPE_CHECKING:
+    from launcher.node.daemon import Daemon
+
+
+def open_api(daemon: Daemon) -> Service:
+    api = Api(daemon)
+    service = Service(f"daemon-{daemon.context.name}", daemon.token, status=api.status, metrics=api.metrics)
+    api.add_routes(service)
+    return service
+
+
+class Api:
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+
+    def add_routes(self, service: Service) -> None:
+        service.post("/register", self.register, once=True)
+        service.get("/registry", self.registry)
+        service.post("/fetch", self.fetch, once=True)
+        service.post("/release", self.release)
+        service.post("/restart", self.restart)
+        service.post("/stop", self.stop)
+
+    def status(self) -> dict[str, Any]:
+        context = self.daemon.context
+        children = {
+            child.name: {"state": child.state, "pid": child.pid, "starts": child.starts, "url": child.url}
+            for child in self.daemon.children
+        }
+        return {
+            "partition": context.partition,
+            "node": context.node,
+            "run_dir": str(context.run_dir.root),
+            "attempt": context.attempt,
+            "phase": self.phase,
+            "generation": self.daemon.ranks.generation,
+            "children": children,
+            "services": self.daemon.lead.statuses if self.daemon.lead else {},
+        }
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "children_up": sum(child.state is ChildState.UP for child in self.daemon.children),
+            "restarts_total": sum(each.total for each in self.daemon.crew.restarts.values()),
+            "generation": self.daemon.ranks.generation,
+            "rank_deaths_total": self.daemon.lead.rank_deaths if self.daemon.lead else 0,
+        }
+
+    @property
+    def phase(self) -> Phase:
+        if self.daemon.ending is not None:
+            return Phase.STOPPING
+        return self.daemon.lead.state.phase if self.daemon.lead else Phase.RUNNING
+
+    async def register(self, call: Call) -> Reply:
+        body = call.json()
+        self.daemon.registered(text(body, "name"), text(body, "url"))
+        return {}
+
+    async def registry(self, call: Call) -> Reply:
+        return registry_reply(self.daemon.ledger.book, node_names(self.daemon.context.plan), self.phase)
+
+    async def fetch(self, call: Call) -> Reply:
+        body = call.json()
+        return await self.daemon.fetches.get(text(body, "name"), text(body, "path"), text(body, "digest"))
+
+    async def release(self, call: Call) -> Reply:
+        await self.daemon.fetches.release(text(call.json(), "name"))
+        return {}
+
+    async def restart(self, call: Call) -> Reply:
+        name = text(call.json(), "name")
+        if name not in self.daemon.crew.children:
+            raise RpcError(404, f"no child {name!r} on this node, only {sorted(self.daemon.crew.children)}")
+        self.daemon.crew.restart(name)
+        return {}
+
+    async def stop(self, call: Call) -> Reply:
+        self.daemon.say("asked to stop (POST /stop)")
+        self.daemon.end(Ending(Phase.CANCELLED))
+        return {}
+
+
+def text(body: dict[str, Any], key: str) -> str:
+    value = body.get(key)
+    if not isinstance(value, str) or not value:
+        raise RpcError(400, f"{key!r} must be a string that is not empty")
+    return value
+
+
+def registry_reply(book: Book, nodes: list[str], phase: Phase) -> dict[str, Any]:
+    services = {name: book.service(name) for name in SERVICES}
+    daemons = []
+    for node in nodes:
+        url = book.daemon(node)
+        if url is not None:
+            partition, _, index = node.rpartition("-")
+            age = round(book.beat_ages.get(node, 0.0), 3)
+            daemons.append({"partition": partition, "node": int(index), "url": url, "beat_age": age})
+    servers = [
+        {
+            "name": entry.name,
+            "url": entry.url,
+            "backend": entry.backend,
+            "daemon": entry.daemon,
+            "state": "up" if entry.state == "up" else "down",
+            "out": entry.state == "out",
+            "started": entry.started,
+        }
+        for entry in book.servers()
+    ]
+    return {
+        "services": {name: url for name, url in services.items() if url},
+        "servers": servers,
+        "daemons": daemons,
+        "phase": phase,
+        "generation": book.generation,
+    }

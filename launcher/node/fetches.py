@@ -1,0 +1,61 @@
+"""Published versions in this node's memory: each is fetched once, whoever asks and however often.
+
+Owns the order of fetches on this node; copying and verification are core.weights.fetch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.rpc.errors import RpcError
+from core.weights.errors import WeightsError
+from core.weights.fetch import fetch, fetched, release
+from core.weights.manifest import Manifest, VerifyMode
+
+
+@dataclass
+class Fetches:
+    weights: Path
+    """The run directory's weights/: nothing outside it is read."""
+    local: Path
+    verify: VerifyMode = "full"
+    visible_secs: float = 90.0
+    last: Manifest | None = None
+    running: dict[tuple[str, str], asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
+
+    async def get(self, name: str, path: str, digest: str) -> dict[str, Any]:
+        source = self._inside(name, path)
+        key = (name, digest)
+        task = self.running.get(key)
+        if task is None:
+            task = self.running[key] = asyncio.create_task(self._fetch(source, digest))
+            task.add_done_callback(lambda _: self.running.pop(key, None))
+        try:
+            return await asyncio.shield(task)
+        except WeightsError as error:
+            raise RpcError(409, str(error)) from error
+
+    async def release(self, name: str) -> None:
+        try:
+            await asyncio.to_thread(release, self.local, name)
+        except WeightsError as error:
+            raise RpcError(400, str(error)) from error
+
+    async def _fetch(self, source: Path, digest: str) -> dict[str, Any]:
+        started = time.monotonic()
+        cached = await asyncio.to_thread(fetched, self.local, source.name, digest) is not None
+        options: dict[str, Any] = {"verify": self.verify, "visible_secs": self.visible_secs, "expected": self.last}
+        target = await asyncio.to_thread(fetch, source, digest, self.local, **options)
+        self.last = await asyncio.to_thread(fetched, self.local, source.name, digest)
+        size = self.last.weight_bytes if self.last else 0
+        return {"path": str(target), "bytes": size, "secs": time.monotonic() - started, "cached": cached}
+
+    def _inside(self, name: str, path: str) -> Path:
+        source = Path(path).resolve()
+        if source.parent != self.weights.resolve() or source.name != name:
+            raise RpcError(400, f"{path} is not the version {name!r} of this run ({self.weights})")
+        return source

@@ -1,0 +1,189 @@
+"""What the lead daemon does besides looking after its node: state file, heartbeat, watchdog and verdict.
+
+Owns judging the whole run from the registry's book; it touches no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from core.rpc.client import AsyncClient
+from core.rpc.errors import RpcError
+from launcher.node.book import SERVICES, Book, Ending, node_names
+from launcher.node.specs import NodeContext, lead_node
+from launcher.node.state import BEAT_SECS, Phase, RunError, State, beat, write_state
+from launcher.node.watchdog import Watchdog, report
+
+POLL_SECS = 1.0
+QUIET_SECS = 4.0
+"""A beat older than this has its daemon asked; a refused connection means it is dead."""
+LOST_SECS = 30.0
+ARRIVAL_SECS = 300.0
+STATE_SECS = 10.0
+
+
+class Lead:
+    def __init__(
+        self,
+        context: NodeContext,
+        state: State,
+        *,
+        token: str,
+        retries: int,
+        watchdog_secs: float,
+        end: Callable[[Ending], None],
+        raise_generation: Callable[[int], None],
+        children: Callable[[], dict[str, str]],
+        say: Callable[[str], None],
+    ) -> None:
+        self.context = context
+        self.state = state
+        self.retries = retries
+        self.rank_deaths = 0
+        self.statuses: dict[str, Any] = {}
+        self._token = token
+        self._end = end
+        self._raise_generation = raise_generation
+        self._children = children
+        self._say = say
+        self._others = [name for name in node_names(context.plan) if name != lead_node(context.plan)]
+        self._training = [name for name in node_names(context.plan) if name.startswith("training-")]
+        self._watchdog = Watchdog(watchdog_secs, time.monotonic())
+        self._began = time.monotonic()
+        self._clients: dict[str, AsyncClient] = {}
+        self._written = 0.0
+        self._probing: set[str] = set()
+        self._probes: set[asyncio.Task[None]] = set()
+
+    # --- the record
+
+    def record(self, **changes: Any) -> None:
+        """Changes of the state are written at once, its time stamp every few seconds."""
+        changed = dataclasses.replace(self.state, **changes)
+        if changed != self.state or time.monotonic() - self._written > STATE_SECS:
+            self._written = time.monotonic()
+            self.state = write_state(self.context.run_dir, changed)
+
+    async def keep_beating(self) -> None:
+        while True:
+            beat(self.context.run_dir)
+            await asyncio.sleep(BEAT_SECS)
+
+    # --- the services
+
+    async def keep_asking(self, book: Callable[[], Book]) -> None:
+        """Asks every service for its counters; ends the run when none of them moves."""
+        while True:
+            urls = {name: book().service(name) for name in SERVICES}
+            found = await asyncio.gather(*(self._ask(name, url) for name, url in urls.items() if url))
+            self.statuses = dict(found)
+            trainer = self.statuses.get("trainer")
+            if isinstance(trainer, dict) and isinstance(trainer.get("step"), int):
+                self.record(step=trainer["step"])
+            self.record()
+            if self._training:
+                self._watch()
+            await asyncio.sleep(POLL_SECS)
+
+    async def _ask(self, name: str, url: str) -> tuple[str, Any]:
+        client = self._clients.get(url)
+        if client is None:
+            client = self._clients[url] = AsyncClient(url, self._token, timeout=5.0)
+        try:
+            return name, await client.get("/status")
+        except RpcError as error:
+            return name, f"does not answer: {error.message}"
+
+    def _watch(self) -> None:
+        moving = {**self.statuses, "generation": self.state.generation, "children": self._children()}
+        still = self._watchdog.stuck_for(moving, time.monotonic())
+        if still is None or self.state.phase is not Phase.RUNNING:
+            return
+        text = report(self.statuses, self._children(), still)
+        self._say(text)
+        first = text.splitlines()[0]
+        log = str(self.context.run_dir.log(self.context.attempt, self.context.partition, self.context.node, "daemon"))
+        self._end(Ending(Phase.FAILED, RunError("watchdog", first, text, log)))
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    # --- the verdict
+
+    def judge(self, book: Book) -> None:
+        """What follows from the book as it stands."""
+        self._judge_ranks(book)
+        self._judge_servers(book)
+        for node in self._others:
+            self._judge_daemon(book, node)
+
+    def _judge_ranks(self, book: Book) -> None:
+        reports = [book.ranks(node) for node in self._training]
+        current = [each for each in reports if each is not None and each.generation == self.state.generation]
+        died = next((each for each in current if each.state == "died"), None)
+        if died is not None:
+            self.rank_deaths += 1
+            if self.rank_deaths > self.retries:
+                self._end(Ending(Phase.FAILED, died.error))
+            else:
+                self._say(f"ranks are restarted ({self.rank_deaths} of at most {self.retries} times)")
+                self.record(generation=self.state.generation + 1)
+                self._raise_generation(self.state.generation)
+        elif reports and len(current) == len(reports) and all(each.state == "done" for each in current):
+            self._end(Ending(Phase.DONE))
+
+    def _judge_servers(self, book: Book) -> None:
+        planned = sum(
+            len(node.servers)
+            for each in self.context.plan.partitions
+            for node in each.nodes
+            if each.name == "inference"
+        )
+        out = [entry for entry in book.servers() if entry.state == "out"]
+        if planned and len(out) == planned:
+            self._end(Ending(Phase.FAILED, min(out, key=lambda entry: entry.started).error))
+
+    def _judge_daemon(self, book: Book, node: str) -> None:
+        why = book.bye(node)
+        if why is not None:
+            phase = Phase.CANCELLED if why == Phase.CANCELLED else Phase.FAILED
+            self._end(Ending(phase, None if phase is Phase.CANCELLED else RunError(f"daemon of {node}", why)))
+            return
+        url = book.daemon(node)
+        if url is None:
+            if time.monotonic() - self._began > ARRIVAL_SECS:
+                self._lost(node, f"never came up within {ARRIVAL_SECS:.0f} s")
+            return
+        age = book.beat_ages.get(node, 0.0)
+        if age > LOST_SECS:
+            self._lost(node, f"no heartbeat for {age:.0f} s")
+        elif age > QUIET_SECS and node not in self._probing:
+            self._probing.add(node)
+            task = asyncio.create_task(self._probe(node, url))
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
+
+    async def _probe(self, node: str, url: str) -> None:
+        client = AsyncClient(url, self._token, timeout=POLL_SECS)
+        try:
+            await client.get("/health")
+        except RpcError as error:
+            if error.unreachable and "no answer within" not in error.message:
+                self._lost(node, f"is gone ({error.message})")
+        finally:
+            await client.close()
+            self._probing.discard(node)
+
+    def _lost(self, node: str, why: str) -> None:
+        log = str(self.context.run_dir.log(self.context.attempt, *_split(node), "daemon"))
+        self._end(Ending(Phase.FAILED, RunError(f"daemon of {node}", why, log=log)))
+
+
+def _split(node: str) -> tuple[str, int]:
+    partition, _, index = node.rpartition("-")
+    return partition, int(index)

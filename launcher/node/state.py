@@ -1,0 +1,112 @@
+"""Files by which a run tells others about itself: state.json, rendezvous.json and the heartbeat.
+
+One writer each: the launcher until the lead daemon is up, then the lead daemon (training node 0; serving alone,
+inference node 0). A state file says what was last known, never that anything is alive: launcher.liveness decides that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from core.telemetry.files import write_atomic
+from launcher.run_dir import RunDir
+
+BEAT_SECS = 1.0
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (Phase.DONE, Phase.FAILED, Phase.CANCELLED)
+
+
+@dataclass(frozen=True)
+class RunError:
+    """The first error of a run: which process, its last line, its traceback, its log."""
+
+    process: str
+    message: str
+    traceback: str = ""
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    phase: Phase
+    attempt: int
+    generation: int = 0
+    step: int = 0
+    launched: float = 0.0
+    updated: float = 0.0
+    job_id: str | None = None
+    error: RunError | None = None
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the lead daemon of an attempt and its TCPStore listen."""
+
+    daemon: str
+    store: str
+    host: str
+    attempt: int
+    pid: int
+    started: float
+
+
+def heartbeat_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "heartbeat"
+
+
+def beat(run_dir: RunDir) -> None:
+    path = heartbeat_file(run_dir)
+    path.touch(mode=0o600)
+    os.utime(path)
+
+
+def write_state(run_dir: RunDir, state: State) -> State:
+    stamped = dataclasses.replace(state, updated=time.time())
+    write_atomic(run_dir.state, json.dumps(dataclasses.asdict(stamped), indent=1) + "\n")
+    return stamped
+
+
+def read_state(run_dir: RunDir) -> State | None:
+    found = _read(run_dir.state)
+    if found is None:
+        return None
+    error = found.get("error")
+    fields = {each.name: found[each.name] for each in dataclasses.fields(State) if each.name in found}
+    return State(**{**fields, "phase": Phase(found["phase"]), "error": RunError(**error) if error else None})
+
+
+def write_rendezvous(run_dir: RunDir, rendezvous: Rendezvous) -> None:
+    write_atomic(run_dir.rendezvous, json.dumps(dataclasses.asdict(rendezvous), indent=1) + "\n")
+
+
+def read_rendezvous(run_dir: RunDir, attempt: int | None = None) -> Rendezvous | None:
+    """The rendezvous of this attempt (any attempt when None); one of an earlier attempt is as good as none."""
+    found = _read(run_dir.rendezvous)
+    if found is None or (attempt is not None and found.get("attempt") != attempt):
+        return None
+    return Rendezvous(**found)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
