@@ -79,6 +79,6 @@ _NAMED_VERSION = re.compile(r"v(\d+)-r\d+")
 
 
 def version_number(name: str | int) -> int:
-    """The number in a version's name on a server: v000012-r1 and 12 are both 12. Raises ValueError for anything else."""
+    """The number in a version's name on a server: v000012-r1 and 12 are both 12. Raises ValueError otherwise."""
     match = _NAMED_VERSION.fullmatch(str(name))
     return int(match.group(1)) if match else int(name)

@@ -22,7 +22,14 @@ import aiohttp
 
 from core.data.images import load_image
 from core.data.tokenizer import Tokenizer
-from core.inference.client import Generation, LoadRefusedError, Request, ServerLostError, ServerRefusedError, version_number
+from core.inference.client import (
+    Generation,
+    LoadRefusedError,
+    Request,
+    ServerLostError,
+    ServerRefusedError,
+    version_number,
+)
 
 _MAX_PIXELS = 1_003_520
 _MIN_PIXELS = 3136
@@ -53,7 +60,7 @@ class SGLangClient:
     async def generate(
         self, prompt: dict[str, Any], max_new_tokens: int = 256, temperature: float = 1.0, **sampling: Any
     ) -> dict[str, Any]:
-        """Answers a question about an image (`image_path`, one path or a list, or none) in the model's chat template."""
+        """Answers a question about an image (`image_path`: a path, a list, or none) in the model's chat template."""
         tokenizer = await self._load_tokenizer()
         paths = prompt.get("image_path") or []
         paths = [paths] if not isinstance(paths, list | tuple) else list(paths)
@@ -83,7 +90,7 @@ class SGLangClient:
         partial: Generation | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """Token in, token out. Streamed, `partial` holds what has arrived when the connection breaks (ServerLostError)."""
+        """Token in, token out. Streamed, `partial` holds what had arrived when ServerLostError is raised."""
         rest = {
             "rid": request.rid,
             "sampling_params": request.sampling,

@@ -1,6 +1,6 @@
 r"""The reward of Geometry3K: is the last \boxed{…} mathematically the row's answer, and is the format kept.
 
-score = (1 - format_weight) * accuracy + format_weight * format; format is 1 for one <think>…</think> followed by a boxed
+score = (1 - format_weight) * accuracy + format_weight * format; format is 1 for <think>…</think> followed by a boxed
 answer. Runs in a reward child, under its caller's deadline: math-verify's own time limits are off.
 """
 

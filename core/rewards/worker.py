@@ -4,8 +4,8 @@ It is started as `python -P worker.py`, reads one JSON object a line from its st
 what was its standard output; what a reward function prints goes to the log. The first line is the order:
 {"function": "module:name" | "/file.py:name", "directory": the user's directory}, answered with {"ready": true} or
 {"fatal": message, "traceback": …}; every further one is an answer to grade:
-{"id", "args": [prompt, completion, prompt_ids, completion_ids], "kwargs": {…}}, answered with {"id", "value", "parts"} or
-{"id", "kind": "raised" | "not_a_number", "message", "traceback"}.
+{"id", "args": [prompt, completion, prompt_ids, completion_ids], "kwargs": {…}}, answered with {"id", "value", "parts"}
+or {"id", "kind": "raised" | "not_a_number", "message", "traceback"}.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer. `prompt_ids` are the EXPANDED ids that the server reported; the other arrays are per sampled token."""
+    """One answer. `prompt_ids` are the EXPANDED ids that the server reported; the other arrays are per sampled id."""
 
     sample_id: str
     group_id: str
@@ -159,7 +159,8 @@ def decode_samples(body: bytes) -> tuple[list[Sample], dict[str, Any]]:
     if not len(lengths) == len(prompt_lengths) == len(rest) == len(arrays["rewards"]):
         raise TrajectoryError(f"a body of samples counts {len(lengths)} lengths but {len(rest)} records")
     if int(lengths.sum()) != len(arrays["tokens"]) or (prompt_lengths > lengths).any():
-        raise TrajectoryError(f"a body of samples has {len(arrays['tokens'])} tokens, its lengths sum to {lengths.sum()}")
+        count = len(arrays["tokens"])
+        raise TrajectoryError(f"a body of samples has {count} tokens, its lengths sum to {lengths.sum()}")
     samples, start = [], 0
     for i, record in enumerate(rest):
         middle, end = start + int(prompt_lengths[i]), start + int(lengths[i])
@@ -195,7 +196,7 @@ def _metadata(body: bytes) -> dict[str, str]:
     except (ValueError, KeyError) as error:
         raise TrajectoryError(f"a body of samples has no readable header: {error}") from error
     if metadata.get("format") != _FORMAT:
-        raise TrajectoryError(f"a body of samples has format {metadata.get('format')!r}, this program reads {_FORMAT!r}")
+        raise TrajectoryError(f"a body of samples has format {metadata.get('format')!r}, {_FORMAT!r} is read")
     return metadata
 
 

@@ -2,8 +2,8 @@
 
 Owns the arithmetic and nothing else: it neither starts rollouts nor looks at their age; rollout.collector does the
 first, rollout.buffer keeps their order. With consumption in admission order this arithmetic alone bounds staleness:
-the k-th group (from 0) is trained at version k // batch_size, and is started only while k < (offpolicyness + served + 1)
-* batch_size, so that k // batch_size - served <= offpolicyness.
+the k-th group (from 0) is trained at version k // batch_size, and is started only while
+k < (offpolicyness + served + 1) * batch_size, so that k // batch_size - served <= offpolicyness.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What the configuration allows: groups at once (None = no limit), batches ahead, groups per batch, batches in all."""
+    """What the configuration allows: groups at once (None = no limit), batches ahead, groups a batch, batches in all."""
 
     max_concurrent_rollouts: int | None
     max_head_offpolicyness: int
@@ -51,5 +51,5 @@ def within_staleness(limits: Limits, counts: Counts, served: int) -> int:
 
 
 def staleness(step: int, started_version: int) -> int:
-    """Of a group trained in batch `step` (from 1): the trainer's version then, minus the version it was started with."""
+    """Of a group trained in batch `step` (from 1): the trainer's version then, less the version it was started with."""
     return step - 1 - started_version

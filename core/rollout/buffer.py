@@ -15,12 +15,13 @@ from core.rollout.admission import Counts
 
 @dataclass(eq=False)
 class Entry:
-    """One admitted prompt; `cursor_after` is where the data goes on behind it."""
+    """One admitted prompt; `cursor_after` is where the data goes on behind it, `pngs` are its images by hash."""
 
     group_id: str
     cursor_after: dict | None
     started_version: int
     group: Group | None = None
+    pngs: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,0 +1,213 @@
+"""The servers of a run: who is in rotation, which one gets a request, who is taken out and comes back.
+
+Owns membership. Versions are brought to them by rollout.update, requests are made by rollout.workflow. A server is
+taken out when its daemon says so, when it does not answer, and when nothing comes from it for `server_deadline` seconds
+while requests wait on it; it comes back through STARTING, which ends with the current version loaded and verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from core.inference.client import Generation, InferenceClient, Request, ServerLostError, ServerRefusedError
+from core.rollout.servers import Server, ServerState
+
+Registry = Callable[[], Awaitable[dict[str, Any]]]
+MakeClient = Callable[[str], InferenceClient]
+Restart = Callable[[Server], Awaitable[None]]
+
+_POLL_SECS = 0.5
+_PROBE_SECS = 5.0
+_FLAPS = 5
+_FLAP_WINDOW_SECS = 600.0
+
+
+class ServerPool:
+    def __init__(
+        self,
+        registry: Registry,
+        make_client: MakeClient,
+        restart: Restart,
+        *,
+        server_deadline: float,
+        poll_secs: float = _POLL_SECS,
+    ) -> None:
+        self._registry = registry
+        self._make_client = make_client
+        self._restart = restart
+        self._deadline = server_deadline
+        self._poll_secs = poll_secs
+        self.servers: dict[str, Server] = {}
+        self.changed = asyncio.Event()
+        self.left_out: dict[str, str] = {}
+        self.losses = 0
+        self._outs: dict[str, deque[float]] = {}
+        self._barred: dict[str, float] = {}
+        self._returning: set[str] = set()
+        self._serving_again = asyncio.Condition()
+        self._background: set[asyncio.Task] = set()
+        self._none_since = time.monotonic()
+        self._busy_of_the_gone = 0.0
+
+    def in_rotation(self) -> list[Server]:
+        return [server for server in self.servers.values() if server.in_rotation]
+
+    def served(self) -> int | None:
+        """The lowest version that every server in rotation answers with; None while there is none."""
+        versions = [server.served for server in self.in_rotation() if server.served is not None]
+        return min(versions) if versions else None
+
+    def busy_secs(self) -> float:
+        return self._busy_of_the_gone + sum(server.busy_secs() for server in self.servers.values())
+
+    def idle(self) -> bool:
+        """Some server could work and has nothing to do."""
+        return any(server.state is ServerState.SERVING and not server.tasks for server in self.servers.values())
+
+    def none_for_secs(self) -> float:
+        """For how long no server has been in rotation."""
+        return 0.0 if self.in_rotation() else time.monotonic() - self._none_since
+
+    async def acquire(self, preferred: str | None = None) -> Server:
+        """A serving server: the preferred one (a group's samples share a prefix), else the least loaded; waits."""
+        while True:
+            serving = [server for server in self.servers.values() if server.state is ServerState.SERVING]
+            if serving:
+                by_name = {server.name: server for server in serving}
+                return by_name.get(preferred or "") or min(serving, key=lambda server: server.running)
+            async with self._serving_again:
+                await self._serving_again.wait()
+
+    async def announce_serving(self) -> None:
+        async with self._serving_again:
+            self._serving_again.notify_all()
+        self.changed.set()
+
+    async def lost(self, server: Server, error: Exception) -> None:
+        """A request broke off: out, unless the server still answers (one broken connection is no dead server)."""
+        if server.state is ServerState.OUT:
+            return
+        try:
+            await asyncio.wait_for(server.client.model_info(), _PROBE_SECS)
+        except (ServerLostError, ServerRefusedError, TimeoutError):
+            self.take_out(server, f"does not answer: {error}")
+
+    def take_out(self, server: Server, reason: str, *, restart: bool = False) -> None:
+        """`restart`: this start of the process is not trusted again; its daemon is asked for a new one."""
+        if server.state is ServerState.OUT:
+            return
+        print(f"server {server.name} ({server.url}) is out: {reason}", file=sys.stderr, flush=True)
+        if len(self.in_rotation()) == 1 and server.in_rotation:
+            self._none_since = time.monotonic()
+        server.move(ServerState.OUT, reason)
+        self.losses += 1
+        outs = self._outs.setdefault(server.name, deque())
+        outs.append(time.monotonic())
+        while outs[0] < time.monotonic() - _FLAP_WINDOW_SECS:
+            outs.popleft()
+        if len(outs) > _FLAPS:
+            self.left_out[server.name] = f"out {len(outs)} times in {_FLAP_WINDOW_SECS:g} s, last: {reason}"
+        elif restart:
+            self._barred[server.name] = server.started
+            self._spawn(self._restart(server))
+        self.changed.set()
+
+    async def watch(self) -> None:
+        """Until cancelled: follows the registry, judges silence."""
+        while True:
+            try:
+                listed = {row["name"]: row for row in (await self._registry()).get("servers", [])}
+            except Exception as error:
+                print(f"the registry does not answer: {error}", file=sys.stderr, flush=True)
+                listed = None
+            if listed is not None:
+                self._follow(listed)
+            for server in list(self.servers.values()):
+                if server.state is ServerState.SERVING and server.silent_secs() > self._deadline:
+                    self.take_out(server, f"no token for {self._deadline:g} s while requests wait on it", restart=True)
+                elif server.state is ServerState.SERVING and self._idle_too_long(server):
+                    server.progressed()
+                    self._spawn(self._probe(server))
+            await asyncio.sleep(self._poll_secs)
+
+    async def close(self) -> None:
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*(server.client.close() for server in self.servers.values()), return_exceptions=True)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            server.name: {
+                "url": server.url,
+                "state": str(server.state),
+                "version": server.served,
+                "running": server.running,
+                "busy_secs": round(server.busy_secs(), 3),
+                "reason": self.left_out.get(server.name, server.reason),
+            }
+            for server in self.servers.values()
+        }
+
+    def _follow(self, listed: dict[str, dict[str, Any]]) -> None:
+        for name, server in self.servers.items():
+            row = listed.get(name)
+            if row is None or row.get("state") == "down":
+                self.take_out(server, "its daemon reports it down" if row else "its daemon no longer lists it")
+            elif row["started"] != server.started or row["url"] != server.url:
+                self.take_out(server, "it was started anew")
+        for name, row in listed.items():
+            if row.get("state") == "up" and name not in self.left_out and self._barred.get(name) != row["started"]:
+                self._take_in(name, row)
+
+    def _take_in(self, name: str, row: dict[str, Any]) -> None:
+        known = self.servers.get(name)
+        if known is None:
+            self._add(name, row)
+        elif known.state is ServerState.OUT and known.started != row["started"]:
+            self._replace(known, row)
+        elif known.state is ServerState.OUT and name not in self._returning:
+            self._returning.add(name)
+            self._spawn(self._return(known, row))
+
+    def _add(self, name: str, row: dict[str, Any]) -> None:
+        client = self._make_client(row["url"])
+        self.servers[name] = Server(name, row["url"], row["daemon"], row["started"], client)
+        self.changed.set()
+
+    def _replace(self, known: Server, row: dict[str, Any]) -> None:
+        self._busy_of_the_gone += known.busy_secs()
+        self._spawn(known.client.close())
+        self._add(known.name, row)
+
+    async def _return(self, known: Server, row: dict[str, Any]) -> None:
+        """The same process as before, said to be up: it must answer before it is taken in again."""
+        try:
+            await asyncio.wait_for(known.client.model_info(), _PROBE_SECS)
+        except (ServerLostError, ServerRefusedError, TimeoutError):
+            return
+        finally:
+            self._returning.discard(known.name)
+        if self.servers.get(known.name) is known:
+            self._replace(known, row)
+
+    def _idle_too_long(self, server: Server) -> bool:
+        return not server.tasks and time.monotonic() - server.last_progress > self._deadline
+
+    async def _probe(self, server: Server) -> None:
+        """One token with a deadline: an idle server's /health says 200 long after it is dead."""
+        request = Request(f"probe-{server.name}-{time.time_ns()}", b'"input_ids": [0]', {"max_new_tokens": 1})
+        try:
+            await asyncio.wait_for(server.generate(request, stream=False, partial=Generation()), self._deadline)
+        except (ServerLostError, ServerRefusedError, TimeoutError) as error:
+            if server.state is ServerState.SERVING:
+                self.take_out(server, f"gave no token when idle: {error or 'deadline'}", restart=True)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
