@@ -18,13 +18,13 @@ from launcher.allocation import Allocation, AllocationError, Component, Dims, pa
 from launcher.model_sizes import ModelError, local_directory, read_shape
 from launcher.planning.batch import samples_of
 from launcher.planning.change import get_value, with_value
-from launcher.planning.known import cache_of, dataset_rows
+from launcher.planning.known import TRAIN_FILES, VALID_FILES, cache_of, dataset_rows
 from launcher.planning.problem import PlanError, Problem
 from launcher.roles.tiny.checkpoint import TinyModel, write_checkpoint
 
 MOST_PARAMS = 50_000_000
 MOST_D = 2
-_FOLLOW_MODEL = ("tokenizer_path", "rollout.tokenizer_path", "ref.path", "sglang.model_path", "vllm.model")
+FOLLOW_MODEL = ("tokenizer_path", "rollout.tokenizer_path", "ref.path", "sglang.model_path", "vllm.model")
 
 
 def emulate(config: Config) -> tuple[Config, list[str]]:
@@ -102,7 +102,7 @@ def _swap_model(swaps: _Swaps) -> None:
         return
     tiny = str(tiny_checkpoint(cache_of(config)))
     swaps.set("actor.path", tiny, "a tiny random checkpoint")
-    for key in _FOLLOW_MODEL:
+    for key in FOLLOW_MODEL:
         if get_value(swaps.config, key):
             swaps.set(key, tiny)
 
@@ -136,9 +136,9 @@ def tiny_checkpoint(cache: Path) -> Path:
 def _swap_batches(swaps: _Swaps) -> None:
     """No batch larger than the rows that are here; consumer_batch_size follows."""
     cache = cache_of(swaps.config)
-    for name, split in (("train_dataset", "train"), ("valid_dataset", "valid")):
+    for name, files in (("train_dataset", TRAIN_FILES), ("valid_dataset", VALID_FILES)):
         dataset = getattr(swaps.config, name)
-        rows = dataset_rows(dataset, cache, split) if dataset is not None else None
+        rows = dataset_rows(dataset, cache, *files) if dataset is not None else None
         if not rows or dataset.batch_size <= rows:
             continue
         follows = name == "train_dataset" and swaps.config.rollout.consumer_batch_size == dataset.batch_size

@@ -9,16 +9,31 @@ from __future__ import annotations
 import re
 
 from core.config import Config, not_built
-from launcher.model_sizes import ModelError, ModelShape
+from launcher.emulate import FOLLOW_MODEL, emulate
+from launcher.model_sizes import ModelError, ModelShape, local_directory
+from launcher.planning.change import get_value, with_value
 from launcher.planning.judge import judge
-from launcher.planning.known import read_known
+from launcher.planning.known import cache_of, read_known
 from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
 from launcher.planning.limits import limit_warnings
 from launcher.planning.memory import disk_bytes
 from launcher.planning.problem import PlanError, Problem
 from launcher.planning.suggestions import fits
 
-__all__ = ["BatchPlan", "Memory", "Node", "Partition", "Plan", "PlanError", "Problem", "Rank", "Server", "plan"]
+__all__ = [
+    "BatchPlan",
+    "Memory",
+    "Node",
+    "Partition",
+    "Plan",
+    "PlanError",
+    "Problem",
+    "Rank",
+    "Server",
+    "plan",
+    "run_id",
+    "settle",
+]
 
 # servers that this version starts; the others are planned and marked
 _SERVERS_BUILT = ("embedded",)
@@ -60,6 +75,35 @@ def plan(
         notes=judged.notes,
         model={"name": known.shape.name, "params": known.shape.params, "source": known.shape.source},
     )
+
+
+def settle(config: Config, *, emulated: bool) -> tuple[Config, Plan]:
+    """What a run directory holds: the configuration (swapped under --emulate, hub ids as local paths) and its plan.
+
+    Raises PlanError for what cannot run, for what is not built yet, and for a model that is not on this machine.
+    """
+    swaps: list[str] = []
+    if emulated:
+        config, swaps = emulate(config)
+    planned = plan(config, emulate=emulated, swaps=swaps)
+    if planned.not_built:
+        parts = [line.partition(": ") for line in planned.not_built]
+        raise PlanError([Problem(key, text) for key, _, text in parts])
+    return with_local_paths(config), planned
+
+
+def with_local_paths(config: Config) -> Config:
+    """Every model path as a directory of this machine, so that no process has to look a hub id up."""
+    for key in ("actor.path", *FOLLOW_MODEL):
+        path = get_value(config, key)
+        if not path:
+            continue
+        directory = local_directory(path, cache_of(config))
+        if directory is None:
+            text = f"{path!r} is not on this machine: run `python -m launcher prepare CONFIG` where there is internet"
+            raise PlanError([Problem(key, text)])
+        config = with_value(config, key, str(directory.absolute()))
+    return config
 
 
 def run_id(config: Config) -> str:

@@ -68,7 +68,7 @@ def batch_plan(config: Config, known: Known, data_ranks: int) -> BatchPlan:
     spec = config.actor.mb_spec
     if spec.max_tokens_per_mb:
         per_micro = max(1, spec.max_tokens_per_mb // longest)
-        tokens = max(spec.max_tokens_per_mb, longest)
+        tokens = max(longest, min(spec.max_tokens_per_mb, in_minibatch * longest))
     else:
         per_micro = -(-in_minibatch // (spec.n_mbs or 1))
         tokens = per_micro * longest

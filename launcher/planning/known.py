@@ -19,6 +19,8 @@ from launcher.model_sizes import ModelShape, checkpoint_problems, local_director
 from launcher.planning.problem import Problem
 
 PREPARED = "prepared.json"
+TRAIN_FILES = ("train",)
+VALID_FILES = ("test", "validation", "valid", "val")
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,11 @@ def write_prepared(config: Config, dataset: Dataset, prepared: Prepared) -> Path
     return path
 
 
-def dataset_rows(dataset: Dataset, cache: Path, default_split: str = "train") -> int | None:
-    """Rows of a split, from the parquet footers alone; None where they cannot be read here."""
+def dataset_rows(dataset: Dataset, cache: Path, *names: str) -> int | None:
+    """Rows of the configured split (else the first of `names`) by the parquet footers; None where there are none."""
     try:
-        files = split_files(resolve(dataset.path, cache=cache, kind="dataset"), dataset.split or default_split)
+        wanted = (dataset.split,) if dataset.split else names or TRAIN_FILES
+        files = split_files(resolve(dataset.path, cache=cache, kind="dataset"), *wanted)
         rows = sum(pyarrow.parquet.read_metadata(each).num_rows for each in files)
     except (HubError, RowsError, OSError, pyarrow.ArrowException):
         return None

@@ -121,8 +121,8 @@ def _server_settings(config: Config, backend: str) -> tuple[int, int, float]:
 
 
 def _memory(partition: str, parts: dict[str, float], limit: float) -> Memory:
-    in_gib = {name: round(size / GIB, 4) for name, size in parts.items()}
-    return Memory(partition, in_gib, round(sum(in_gib.values()), 3), round(limit, 3))
+    in_gib = {name: round(size / GIB, 6) for name, size in parts.items()}
+    return Memory(partition, in_gib, round(sum(in_gib.values()), 6), round(limit, 6))
 
 
 def memory_problems(memory: list[Memory]) -> list[Problem]:

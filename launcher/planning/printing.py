@@ -33,10 +33,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.batch.groups:
         yield from _batch_lines(plan)
     for memory in plan.memory:
-        of = f" of {memory.limit:.1f} GiB per GPU" if memory.limit else " GiB per process"
-        yield f"memory      {memory.partition}: {memory.total:.2f}{of}"
+        scale, unit = (1, "GiB") if memory.total >= 1 else (1024, "MiB")
+        of = f" of {memory.limit * scale:.1f} {unit} per GPU" if memory.limit else f" {unit} per process"
+        yield f"memory      {memory.partition}: {memory.total * scale:.2f}{of}"
         for name, size in memory.parts.items():
-            yield f"              {name:<18}{size:9.2f}"
+            yield f"              {name:<18}{size * scale:9.2f}"
     yield f"disk        {_size(plan.disk_bytes)} in the run directory"
     for line in plan.notes:
         yield f"note        {line}"
