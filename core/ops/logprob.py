@@ -94,7 +94,8 @@ class _SegmentScores(torch.autograd.Function):
             column_C1, inside_C1 = distribution.target(at)
             target_R[at] = logits_CV.gather(1, column_C1).masked_fill(~inside_C1, 0.0).squeeze(1)
             max_R[at] = logits_CV.amax(1)
-            exp_CV = (logits_CV - max_R[at, None]).exp_()
+            logits_CV.sub_(max_R[at, None])
+            exp_CV = logits_CV.exp()
             sum_R[at] = exp_CV.sum(1)
             if distribution.with_entropy:
                 weighted_R[at] = exp_CV.mul_(logits_CV).sum(1)
@@ -103,12 +104,14 @@ class _SegmentScores(torch.autograd.Function):
         if group_size(tp) > 1:
             own_max_R = max_R.clone()
             dist.all_reduce(max_R, op=dist.ReduceOp.MAX, group=tp)
-            stats[1:3] *= (own_max_R - max_R).exp_()
+            shift_R = own_max_R - max_R
+            weighted_R += shift_R * sum_R
+            stats[1:3] *= shift_R.exp()
             dist.all_reduce(stats[1:], group=tp)
-        lse_R = max_R + sum_R.log()
-        logp_R = (target_R - lse_R).masked_fill(target_R <= BANNED, -torch.inf)
-        entropy_R = lse_R - weighted_R / sum_R
-        ctx.save_for_backward(hidden_RD, weight_VD, lse_R, entropy_R)
+        # differences to the maximum first: logits may be large beside what is left of them
+        logp_R = (target_R - max_R - sum_R.log()).masked_fill(target_R <= BANNED, -torch.inf)
+        entropy_R = sum_R.log() - weighted_R / sum_R
+        ctx.save_for_backward(hidden_RD, weight_VD, max_R + sum_R.log(), entropy_R)
         ctx.distribution = distribution
         ctx.set_materialize_grads(False)
         return logp_R, entropy_R

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -22,6 +23,7 @@ from core.parallel.layers import shards
 from models.archon.qwen2.model.args import Qwen2ModelArgs
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, compile
 
 
 class CheckpointError(ValueError):
@@ -56,8 +58,9 @@ class Qwen2StateDictAdapter:
         return found
 
     def tensors(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of the model by hub name, each once, as this rank holds them."""
-        yield from model.named_parameters()
+        """Parameters of the model by hub name, each once (a tied head not at all), as this rank holds them."""
+        for name, parameter in model.named_parameters():
+            yield _unwrapped(name), parameter
 
     def load_into(self, model: nn.Module, path: str | Path) -> None:
         """Copies a checkpoint directory into the model's parameters, in their dtype.
@@ -69,9 +72,9 @@ class Qwen2StateDictAdapter:
             files = {file: _open(stack, file) for file in _files(path)}
             slices = {name: (file, opened.get_slice(name)) for file, opened in files.items() for name in opened.keys()}  # noqa: SIM118
             found = self._by_hub_name({name: tuple(part.get_shape()) for name, (_, part) in slices.items()}, path)
-            whole = _whole_shapes(model)
+            cuts = {_unwrapped(name): cut for name, cut in shards(model).items()}
+            whole = {name: _whole_shape(parameter, cuts.get(name)) for name, parameter in self.tensors(model)}
             self._check(whole, {hub: shape for hub, (_, shape) in found.items()}, path)
-            cuts = shards(model)
             with torch.no_grad():
                 for hub, parameter in self.tensors(model):
                     file, part = slices[found[hub][0]]
@@ -87,7 +90,8 @@ class Qwen2StateDictAdapter:
 
         Raises CheckpointError; what came before the fault has been copied then.
         """
-        parameters, whole, cuts = dict(self.tensors(model)), _whole_shapes(model), shards(model)
+        parameters = dict(self.tensors(model))
+        cuts = {_unwrapped(name): cut for name, cut in shards(model).items()}
         missing = set(parameters)
         with torch.no_grad():
             for name, tensor in tensors:
@@ -96,8 +100,9 @@ class Qwen2StateDictAdapter:
                     continue
                 if hub not in missing:
                     raise CheckpointError(f"{name}: {'came twice' if hub in parameters else 'unknown to the model'}")
-                if tuple(tensor.shape) != whole[hub]:
-                    raise CheckpointError(f"{name}: shape {list(tensor.shape)}, the model wants {list(whole[hub])}")
+                wanted = _whole_shape(parameters[hub], cuts.get(hub))
+                if tuple(tensor.shape) != wanted:
+                    raise CheckpointError(f"{name}: shape {list(tensor.shape)}, the model wants {list(wanted)}")
                 _assign(parameters[hub], tensor, cuts.get(hub))
                 missing.remove(hub)
         if missing:
@@ -163,17 +168,18 @@ def _open(stack: ExitStack, file: Path) -> Any:
         raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
 
 
-def _whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter before any cut."""
-    cuts = shards(model)
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        shape = list(parameter.shape)
-        if name in cuts and not _on_group(parameter):
-            dim, group = cuts[name]
-            shape[dim] *= group.size()
-        shapes[name] = tuple(shape)
-    return shapes
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _whole_shape(parameter: Tensor, cut: tuple[int, ProcessGroup] | None) -> tuple[int, ...]:
+    """Shape of a parameter before any cut."""
+    shape = list(parameter.shape)
+    if cut is not None and not _on_group(parameter):
+        shape[cut[0]] *= cut[1].size()
+    return tuple(shape)
 
 
 def _on_group(parameter: Tensor) -> bool:
@@ -181,7 +187,7 @@ def _on_group(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _assign(parameter: Tensor, source: Any, cut: tuple[int, Any] | None) -> None:
+def _assign(parameter: Tensor, source: Any, cut: tuple[int, ProcessGroup] | None) -> None:
     """Copies this rank's part of `source` (a tensor or a slice of a file) into the parameter."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start = [0] * local.ndim
