@@ -22,10 +22,6 @@ from launcher.plan import Plan
 from launcher.roles import arguments
 from models.archon.registry import family_of
 
-# Event loop and engine share the interpreter: with the default of 5 ms each small operation of the model could wait
-# that long behind a request that is being parsed.
-SWITCH_SECS = 0.0005
-
 
 def build(directory: Path, config: Config, device: str, token: str | None) -> EmbeddedServer:
     """The model of `directory`, loaded, as a server that is not started yet."""
@@ -78,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan.from_json(args.run_dir.plan.read_text())
     if plan.device == "cpu":
         torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_SECS)
     directory = resolve(config.actor.path, cache=config.paths.cache, kind="model")
     server = build(directory, config, "cuda:0" if plan.device == "cuda" else "cpu", args.run_dir.read_token())
     return asyncio.run(serve(server, args))

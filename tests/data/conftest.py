@@ -11,10 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import settings
 from PIL import Image
 
 from core.data.tokenizer import Tokenizer
 from launcher.roles.tiny.checkpoint import TinyModel, write_checkpoint
+
+# Cores are shared: how long an example takes says nothing.
+settings.register_profile("shared-cores", deadline=None)
+settings.load_profile("shared-cores")
 
 GEOMETRY_SCHEMA = pa.schema(
     [

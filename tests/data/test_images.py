@@ -70,7 +70,7 @@ def test_pixel_values_equal_those_of_transformers(size: tuple[int, int], limits:
     low=st.integers(1, 64),
     high=st.integers(64, 16384),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_sizes_equal_those_of_transformers(height: int, width: int, low: int, high: int) -> None:
     limits = {"min_pixels": low * 784, "max_pixels": high * 784}
     try:
@@ -83,7 +83,7 @@ def test_sizes_equal_those_of_transformers(height: int, width: int, low: int, hi
 
 
 @given(height=st.integers(1, 400), width=st.integers(1, 400), high=st.integers(8, 128))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_server_never_resizes_an_accepted_picture_again(height: int, width: int, high: int) -> None:
     limits = {"min_pixels": MIN_PIXELS, "max_pixels": high * 784}
     try:
@@ -298,7 +298,7 @@ def test_a_bad_picture_is_refused_with_its_reason(source: object, reason: str) -
 
 
 @given(cut=st.integers(0, 2000), junk=st.binary(max_size=64), at=st.integers(0, 2000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(cut: int, junk: bytes, at: int) -> None:
     body = encoded(Image.fromarray(noise(30, 30)), "PNG" if cut % 2 else "JPEG")
     try:
