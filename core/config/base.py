@@ -34,10 +34,14 @@ ANYTHING = Anything()
 
 @dataclass(frozen=True)
 class Foreign:
-    """A key that has no meaning here: its default, other values that say the same, and why it has none."""
+    """A key that has no meaning here: its default, other values that say the same, and why it has none.
+
+    A value in `silent` is what is done anyway: nothing is said about it.
+    """
 
     default: Any = None
     also: tuple[object, ...] = ()
+    silent: tuple[object, ...] = ()
     why: str = "has no meaning here"
 
 

@@ -98,6 +98,6 @@ class TrainEngine(Section):
     foreign: ClassVar[dict[str, Foreign]] = {
         "attn_impl": Foreign("flash_attention_2", also=("sdpa",), why="is chosen by archon.attn_type"),
         "is_critic": Foreign(False),
-        "weight_update_mode": Foreign("xccl", also=("disk",), why="is always disk here"),
+        "weight_update_mode": Foreign("xccl", silent=("disk",), why="is always disk here"),
         "megatron": MEGATRON,
     }

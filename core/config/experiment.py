@@ -74,23 +74,25 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _follow(cls, value: Any) -> Any:
-        return follow(value) if isinstance(value, dict) else value
+        return follow(value)[0] if isinstance(value, dict) else value
 
     def dump_yaml(self) -> str:
         """The resolved file: every key, and `load` reads it back equal."""
         return yaml.safe_dump(_escaped(self.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=120)
 
 
-def follow(written: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the keys that take the value of another one where they are not written."""
+def follow(written: dict[str, Any]) -> tuple[dict[str, Any], set[tuple[str | int, ...]]]:
+    """The tree with the keys that take the value of another one where they are not written, and which those are."""
     tree = {key: dict(item) if isinstance(item, dict) else item for key, item in written.items()}
+    filled: set[tuple[str | int, ...]] = set()
     for missing, source in FOLLOWS:
         found = _get(tree, source)
         if found is not None and _get(tree, missing) in (None, ""):
             _put(tree, missing, found)
+            filled.add(missing)
     if tree.get("ref") is None and _get(tree, ("actor", "kl_ctl")) is None:
         _put(tree, ("actor", "kl_ctl"), 0.0)
-    return tree
+    return tree, filled
 
 
 def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:

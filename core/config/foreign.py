@@ -12,6 +12,8 @@ def drop_foreign(document: Document, tree: dict[str, Any], schema: type[Section]
     """Removes every foreign key from `tree`."""
     for path, holder, key, foreign in list(_found(tree, schema, ())):
         value = holder.pop(key)
+        if value in foreign.silent:
+            continue
         wrong = list(_differences(value, foreign.default, foreign.also, path))
         if not wrong:
             warn(f"{document.where(path)}: {dotted(path)} {foreign.why}; accepted, without effect")

@@ -11,8 +11,11 @@ from core.config.base import Section
 from core.config.reading import Document, Path, dotted, unwrap
 
 
-def resolve(document: Document, tree: dict[str, Any], schema: type[Section]) -> set[Path]:
-    """Replaces every interpolation in `tree`; returns the paths that could not be, with a problem for each."""
+def resolve(document: Document, tree: dict[str, Any], schema: type[Section], filled: set[Path]) -> set[Path]:
+    """Replaces every interpolation in `tree`; returns the paths that could not be, with a problem for each.
+
+    Of a `filled` path nothing is said: its value was written elsewhere, where the problem is named.
+    """
     wanted = [path for path, text in leaves(tree) if isinstance(text, str) and "${" in text]
     failed: set[Path] = set()
     if not wanted:
@@ -29,6 +32,8 @@ def resolve(document: Document, tree: dict[str, Any], schema: type[Section]) -> 
             resolved.append((path, node))
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
             failed.add(path)
+            if path in filled:
+                continue
             reason = "goes round in a circle" if isinstance(error, RecursionError) else str(error).splitlines()[0]
             document.problems.append(f"{document.where(path)}: {dotted(path)}: cannot be resolved: {reason}")
     for path, value in resolved:

@@ -44,10 +44,10 @@ def load_text(
         apply_override(document, override, Config)
     if broken:
         raise ConfigError(document.problems)
-    tree = follow(document.tree)
-    failed = resolve(document, tree, Config)
+    tree, filled = follow(document.tree)
+    failed = resolve(document, tree, Config, filled)
     drop_foreign(document, tree, Config, on_warning)
-    config, wrong = _validate(document, tree, failed)
+    config, wrong = _validate(document, tree, failed, filled)
     if config is not None:
         for at, said in check(config):
             if not any(at[: len(bad)] == bad or bad[: len(at)] == at for bad in wrong):
@@ -58,9 +58,12 @@ def load_text(
 
 
 def _validate(
-    document: Document, tree: dict[str, Any], failed: set[reading.Path]
+    document: Document, tree: dict[str, Any], failed: set[reading.Path], filled: set[reading.Path]
 ) -> tuple[Config | None, set[reading.Path]]:
-    """The Config; where something is wrong, a Config of the rest, so that checks between keys still run."""
+    """The Config; where something is wrong, a Config of the rest, so that checks between keys still run.
+
+    What is wrong with a key is said once, not again at those that were filled from it.
+    """
     wrong = set(failed)
     for _ in range(2):
         try:
@@ -68,9 +71,9 @@ def _validate(
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 at, line = explain(details, document, Config)
-                if at not in wrong:
-                    wrong.add(at)
+                if at not in wrong and at not in filled:
                     document.problems.append(line)
+                wrong.add(at)
                 _remove(tree, at)
     return None, wrong
 

@@ -40,19 +40,22 @@ def names_at(schema: type[Section], path: Path) -> list[str]:
 def nearest_key(schema: type[Section], path: Path) -> str | None:
     """The dotted key that an unknown one was probably meant to be."""
     name = str(path[-1]).lstrip("+")
-    near = nearest(name, names_at(schema, path[:-1]))
+    names = names_at(schema, path[:-1])
+    near = nearest(name, names, cutoff=0.8)
     if near:
         return dotted((*path[:-1], near))
     keys = known_keys(schema)
     same = [key for key in keys if key.rsplit(".", 1)[-1] == name]
-    whole = difflib.get_close_matches(dotted(path), same, n=1, cutoff=0.0)
-    if whole:
-        return whole[0]
+    if same:
+        return max(same, key=lambda key: difflib.SequenceMatcher(None, key, dotted(path)).ratio())
+    near = nearest(name, names, cutoff=0.65)
+    if near:
+        return dotted((*path[:-1], near))
     found = difflib.get_close_matches(dotted(path), keys, n=1, cutoff=0.75)
     return found[0] if found else None
 
 
-def nearest(name: str, names: Iterable[object]) -> str | None:
+def nearest(name: str, names: Iterable[object], cutoff: float = 0.6) -> str | None:
     lowered = {str(candidate).lower(): str(candidate) for candidate in names}
-    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=cutoff)
     return lowered[found[0]] if found else None

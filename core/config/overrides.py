@@ -24,6 +24,8 @@ def apply_override(document: Document, text: str, schema: type[Section]) -> None
     except ValueError as error:
         document.problems.append(f"{where}: {dotted(path)}: not a YAML value: {error}")
         return
+    for depth in range(1, len(path)):
+        document.marks.setdefault(path[:depth], where)
     stuck = _put(document.tree, path, value)
     if stuck is not None:
         near = nearest_key(schema, path)
@@ -48,13 +50,15 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> Path | None:
     here: Any = tree
     for depth, part in enumerate(path[:-1]):
         if isinstance(here, list):
-            if not isinstance(part, int) or part >= len(here):
+            if not isinstance(part, int) or part > len(here):
                 return path[:depth]
+            if part == len(here):
+                here.append({})
             here = here[part]
         elif isinstance(here, dict):
             part = str(part)
             if here.get(part) is None:
-                here[part] = {}
+                here[part] = [] if isinstance(path[depth + 1], int) else {}
             here = here[part]
         if not isinstance(here, dict | list):
             return path[: depth + 1]
