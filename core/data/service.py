@@ -31,6 +31,7 @@ from core.rpc.service import Call, Service
 
 ANSWER_SECS = 20.0  # after this a request for many prompts is answered with those that are ready
 MOST_PROMPTS = 1024
+MOST_AHEAD = 64
 CACHED_ROWS = 16_384
 MISTAUGHT = "mistaught"
 _Key = tuple[str, int]
@@ -164,7 +165,7 @@ class DataService:
     def _prefetch(self, split: str, last: Place, count: int) -> None:
         order = self.splits[split].order
         after = order.after(last)
-        for at in order.span(after, 2 * count) if after is not None else ():
+        for at in order.span(after, min(2 * count, MOST_AHEAD)) if after is not None else ():
             self._prepare(split, order.row(at))
 
     async def _process(self, key: _Key) -> dict[str, Any]:

@@ -137,7 +137,8 @@ async def serve(options: arguments.RoleArguments) -> None:
     """Serves until SIGTERM."""
     config = load(options.run_dir.config, [])
     plan = Plan.from_json(options.run_dir.plan.read_text())
-    backend = next((part.backend for part in plan.partitions if part.name == "inference"), None)
+    inference = plan.partition("inference")
+    backend = inference.backend if inference is not None else None
     data = make_service(config, backend, cache=options.local / "images", run_images=options.run_dir.images)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
