@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,6 @@ class TrainEngine:
         self.compute_dtype = compute_dtype
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.optimizer = None if optimizer is None else Optimizer(self.parameters, optimizer)
-        self._sharded = isinstance(model, FSDPModule)
         self._reduce_once = sum(p.numel() for p in self.parameters.values()) < REDUCE_ONCE_BELOW
         sizes = {name: p.numel() for name, p in self.parameters.items()}
         self.owners = owners(sizes, mesh.size)
@@ -71,8 +70,18 @@ class TrainEngine:
             between()
             scores = self._forward(micro)
             found.append(Scores(scores.logp_R[:0], None) if micro.empty else scores)
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        return found
+
+    @torch.no_grad()
+    def most_likely(self, micros: Sequence[Micro]) -> list[Tensor]:
+        """For every scored row of each micro-batch the id with the largest logit."""
+        found = []
+        for micro in micros:
+            batch = micro.make()
+            assert batch.scoring is not None
+            wanted = replace(batch, scoring=None, logit_rows_R=batch.scoring.row_R)
+            logits_RV = self.model(wanted.to(self.mesh.device)).logits_RV
+            found.append(logits_RV[:0, 0].long() if micro.empty else logits_RV.argmax(1))
         return found
 
     def train(
@@ -96,10 +105,9 @@ class TrainEngine:
             part = 0.0 * scores.logp_R.sum() if micro.empty else loss(j, scores)
             part.backward()
             total += part.detach()
-        self._reduce_unsharded()
         if self.mesh.loss is not None:
             dist.all_reduce(total, group=self.mesh.loss)
-        norm = gradient_norm(self.parameters, self.mesh.world if self._sharded else None)
+        norm = gradient_norm(self.parameters, self.mesh.world)
         middle = time.perf_counter()
         value = total.item()
         skipped = not (math.isfinite(value) and math.isfinite(norm))
@@ -112,7 +120,7 @@ class TrainEngine:
         return Update(value, norm, skipped, middle - start, time.perf_counter() - middle)
 
     def publish_share(self) -> dict[str, Tensor]:
-        """The whole tensors that this rank writes, in the published dtype and on the host; all ranks call it together."""
+        """The whole tensors that this rank writes, in the published dtype, on the host; all ranks call it together."""
         share = {}
         for name, tensor in gather_whole(self.model, self.compute_dtype):
             if self.owners[name] == self.mesh.rank:
@@ -123,11 +131,3 @@ class TrainEngine:
         output = self.model(micro.make().to(self.mesh.device))
         assert output.scores is not None
         return output.scores
-
-    def _reduce_unsharded(self) -> None:
-        """Sums gradients over ranks where the model is replicated and not sharded (one rank: nothing to do)."""
-        if self._sharded or self.mesh.loss is None:
-            return
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self.mesh.loss)

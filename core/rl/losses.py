@@ -63,15 +63,15 @@ class LossCounts:
     """Sums and extremes over loss tokens; added up over micro-batches and ranks."""
 
     SUMS = ("tokens", "clipped", "capped", "behave_diff", "loss")
-    MAXIMA = ("log_ratio_max", "behave_diff_max", "ratio_max")
+    MAXIMA = ("prox_diff_max", "behave_diff_max", "ratio_max")
 
     tokens: float = 0.0
     clipped: float = 0.0
     capped: float = 0.0
     behave_diff: float = 0.0  # Σ |log π_prox/μ|
     loss: float = 0.0
-    log_ratio_max: float = 0.0  # max |log ρ|
-    behave_diff_max: float = 0.0
+    prox_diff_max: float = 0.0  # max |log π/π_prox|
+    behave_diff_max: float = 0.0  # max |log π_prox/μ|
     ratio_max: float = 0.0
 
     def add(self, other: LossCounts) -> None:
@@ -111,7 +111,7 @@ def policy_loss(logp_R: Tensor, tokens: LossTokens, n_tokens: int, settings: Pol
     with torch.no_grad():
         diff_R = (prox_R - behave_R).abs()
         clip_R = (objective_R != plain_R) & kept_R
-        counts = _stack(loss, logp_R.numel(), clip_R, ~kept_R, diff_R, log_ratio_R)
+        counts = _stack(loss, clip_R, ~kept_R, (current_R - prox_R).abs(), diff_R, log_ratio_R)
     return loss, counts
 
 
@@ -142,17 +142,18 @@ def _behave_weight(log_weight_R: Tensor, tokens: LossTokens, settings: PolicyLos
     return weight_R, weight_R <= cap
 
 
-def _stack(loss: Tensor, tokens: int, clip_R: Tensor, capped_R: Tensor, diff_R: Tensor, log_ratio_R: Tensor) -> Tensor:
+def _stack(
+    loss: Tensor, clip_R: Tensor, capped_R: Tensor, prox_diff_R: Tensor, diff_R: Tensor, log_ratio_R: Tensor
+) -> Tensor:
     zero = loss.new_zeros(())
-    some = tokens > 0
-    log_ratio_max = log_ratio_R.abs().max() if some else zero
+    some = log_ratio_R.numel() > 0
     values = [
-        loss.new_tensor(float(tokens)),
+        loss.new_tensor(float(log_ratio_R.numel())),
         clip_R.sum(),
         capped_R.sum(),
         diff_R.sum(),
         loss.detach(),
-        log_ratio_max,
+        prox_diff_R.max() if some else zero,
         diff_R.max() if some else zero,
         log_ratio_R.max().exp() if some else zero,
     ]

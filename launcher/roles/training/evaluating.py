@@ -1,0 +1,82 @@
+"""Evaluations on held-out rows through the servers, asked for by the trainer and run beside training.
+
+Owns when one is asked for and what becomes of its result; the rollout service runs it. Rank 0 alone uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from core.rpc.errors import RpcError
+from launcher.roles.training.metrics import Record
+from launcher.roles.training.setup import Session
+
+POLL_SECS = 0.05
+WAIT_SECS = 20
+
+
+class Evaluations:
+    """Asked for and not yet finished, by id."""
+
+    def __init__(self, session: Session, record: Record) -> None:
+        self.session = session
+        self.record = record
+        self._running: dict[str, tuple[str, int]] = {}
+
+    def start(self, step: int, *, name: str = "valid", hold: bool = False, shuffle_images: bool = False) -> None:
+        """Asks for one. `hold`: servers keep their version until it is done."""
+        identity = f"{name}-{step}-{self.session.arguments.attempt}-{self.session.generation}"
+        body = {"id": identity, "step": step, "split": "valid", "hold_publishing": hold}
+        body["shuffle_images"] = shuffle_images
+        self.session.services.post("rollout", "/evaluate", body, request_id=f"evaluate-{identity}")
+        self._running[identity] = (name, step)
+
+    def collect(self) -> None:
+        """Records those that have finished."""
+        for identity in list(self._running):
+            self._ask(identity, wait=0)
+
+    def finish(self, deadline_secs: float) -> None:
+        """Waits for all of them; what takes longer is noted and left."""
+        deadline = time.monotonic() + deadline_secs
+        while self._running and time.monotonic() < deadline:
+            self._ask(next(iter(self._running)), wait=WAIT_SECS)
+        for name, step in self._running.values():
+            self.record.note("warning", f"evaluation {name} of step {step} was not done within {deadline_secs:.0f} s")
+        self._running.clear()
+
+    def wait_served(self, version: int, deadline_secs: float) -> None:
+        """Returns when every server answers with at least `version`."""
+        deadline = time.monotonic() + deadline_secs
+        while True:
+            served = self.session.services.get("rollout", "/served")["served"]
+            if served is not None and served >= version:
+                return
+            if time.monotonic() >= deadline:
+                self.record.note("warning", f"servers are at version {served}, not at {version}: evaluating anyway")
+                return
+            time.sleep(POLL_SECS)
+
+    def _ask(self, identity: str, *, wait: int) -> None:
+        name, step = self._running[identity]
+        try:
+            reply = self.session.services.get("rollout", f"/evaluations/{identity}", timeout=wait + 30.0, wait=wait)
+        except RpcError as error:
+            if error.status != 404:
+                raise
+            del self._running[identity]  # the service was restarted since
+            self.record.note("warning", f"evaluation {name} of step {step} was lost with its service")
+            return
+        if reply["done"]:
+            del self._running[identity]
+            self.record.event(evaluation_record(name, step, reply))
+
+
+def evaluation_record(name: str, step: int, reply: dict[str, Any]) -> dict[str, Any]:
+    """The record of metrics.jsonl; an evaluation that could not be finished has no accuracy."""
+    fields = ("accuracy", "reward_mean", "rows", "version_min", "version_max", "secs", "failed", "truncated_fraction")
+    found = {"kind": "eval", "name": name, "step": step, **{field: reply.get(field) for field in fields}}
+    if reply.get("error"):
+        found |= {"error": reply["error"], "accuracy": None, "reward_mean": None}
+    return found

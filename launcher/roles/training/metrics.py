@@ -1,0 +1,99 @@
+"""What the trainer reports: metrics.jsonl, TensorBoard, and the trainer service that others ask for progress.
+
+Owns the record of a step and its estimate of the end; the numbers themselves come from the loops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import psutil
+from torch.utils.tensorboard import SummaryWriter
+
+from core.rpc.service import Service, serve_in_thread
+from core.telemetry.files import append_line
+from launcher.roles.arguments import RoleArguments, register
+
+_REMEMBERED_STEPS = 20
+
+
+class Record:
+    """Written by rank 0 alone; on other ranks every call does nothing."""
+
+    def __init__(self, arguments: RoleArguments, *, writes: bool, tensorboard: str | None = None) -> None:
+        self.arguments = arguments
+        self.progress: dict[str, Any] = {"step": 0, "version": 0, "phase": "starting", "eta_secs": None}
+        self.total_steps = 0
+        self._writes = writes
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._board = SummaryWriter(tensorboard or str(arguments.run_dir.tb)) if writes else None
+        if writes:
+            service = Service("trainer", arguments.run_dir.read_token(), status=self._status, metrics=self._metrics)
+            register_as_trainer(arguments, serve_in_thread(service, arguments.host))
+
+    def phase(self, name: str) -> None:
+        """What the trainer is doing now, for /status and the watchdog."""
+        self.progress["phase"] = name
+        self.progress["since"] = time.time()
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Appends the record of one step (kind step or sft)."""
+        self._recent.append(values["secs"]["step"] if isinstance(values.get("secs"), dict) else values["secs"])
+        left = max(0, self.total_steps - values["step"])
+        eta = left * sum(self._recent) / len(self._recent)
+        self.progress.update(step=values["step"], version=values.get("version", values["step"]), eta_secs=eta)
+        self._append({**values, "time": time.time(), "rss_mb": rss_mb(), "eta_secs": eta})
+
+    def event(self, values: dict[str, Any]) -> None:
+        """Appends any other record (eval, note)."""
+        self._append({"time": time.time(), **values})
+
+    def note(self, level: str, message: str) -> None:
+        """A line for the reader of the report, and for the log."""
+        if self._writes:
+            print(f"{level}: {message}", flush=True)
+        self.event({"kind": "note", "level": level, "message": message})
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def _append(self, values: dict[str, Any]) -> None:
+        if not self._writes:
+            return
+        append_line(self.arguments.run_dir.metrics, values)
+        assert self._board is not None
+        kind, step = values.get("kind"), values.get("step")
+        if kind in ("step", "sft", "eval") and step is not None:
+            prefix = values["name"] if kind == "eval" else kind
+            for name, value in numbers(values).items():
+                self._board.add_scalar(f"{prefix}/{name}", value, step)
+
+    def _status(self) -> dict[str, Any]:
+        return {**self.progress, "total_steps": self.total_steps, "generation": self.arguments.generation}
+
+    def _metrics(self) -> dict[str, float]:
+        return {**numbers(self._status()), "rss_mb": rss_mb()}
+
+
+def register_as_trainer(arguments: RoleArguments, url: str) -> None:
+    """The registry knows the service as "trainer", the process as its rank."""
+    register(RoleArguments(**{**vars(arguments), "name": "trainer"}), url)
+
+
+def numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record, nested ones by path."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[prefix + name] = float(value)
+    return found
+
+
+def rss_mb() -> float:
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss / (1 << 20)
