@@ -255,7 +255,7 @@ def checkpoint_problems(directory: Path) -> list[str]:
         if not shards:
             problems.append(f"{directory}: no model.safetensors and no model.safetensors.index.json")
     problems += [problem for shard in shards if (problem := _shard_problem(directory / shard, index))]
-    if not (directory / "tokenizer.json").is_file() and not (directory / "vocab.json").is_file():
+    if not (directory / "tokenizer.json").is_file():
         problems.append(f"{directory}: no tokenizer.json")
     return problems
 

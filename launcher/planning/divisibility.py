@@ -34,6 +34,8 @@ def _server(component: Component, shape: ModelShape) -> Iterator[str]:
 
 def _trainer(config: Config, component: Component, shape: ModelShape) -> Iterator[str]:
     dims = component.dims
+    if dims.p > 1:
+        yield f"training p={dims.p} is known but not built yet"
     yield from _tensor_cuts("training", dims.t, shape, kv_may_repeat=False)
     if dims.c > 1 and config.actor.archon.cp_style == "ulysses":
         heads, kv_heads = shape.heads // dims.t, max(1, shape.kv_heads // dims.t)

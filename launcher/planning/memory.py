@@ -134,7 +134,7 @@ def memory_problems(memory: list[Memory]) -> list[Problem]:
             problems.append(
                 Problem(
                     "cluster.gpu_memory_gib",
-                    f"a {each.partition} GPU would hold {each.total:.1f} GiB ({shown}) of {each.limit:.1f}",
+                    f"each {each.partition} GPU would hold {each.total:.1f} GiB ({shown}) of {each.limit:.1f}",
                     layout=True,
                 )
             )

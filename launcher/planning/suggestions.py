@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from core.config import Config
@@ -19,6 +20,8 @@ from launcher.planning.judge import judge
 from launcher.planning.known import Known
 from launcher.planning.problem import Problem
 
+Changes = dict[str, Any]
+
 _LAYOUTS_NAMED = 2
 _JUDGED_AT_MOST = 400
 _D = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -26,24 +29,29 @@ _T = (1, 2, 4, 8)
 
 
 def fits(config: Config, known: Known, device: str, problems: list[Problem]) -> list[str]:
-    """Changes after which no layout problem is left: other allocations, then other settings of one key."""
+    """Changes after which no layout problem is left and no other is new: other allocations, then other settings."""
     if not any(problem.layout for problem in problems):
         return []
-    found: list[str] = []
-    for changes in itertools.islice(_allocations(config, known), _JUDGED_AT_MOST):
-        if not judge(_changed(config, changes), known, device).layout_problems:
-            found.append(changes["allocation_mode"])
-        if len(found) == _LAYOUTS_NAMED:
-            break
-    for key, values in _single_keys(config, problems).items():
-        for value in values:
-            if not judge(_changed(config, {key: value}), known, device).layout_problems:
-                found.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
-                break
+    others = {str(problem) for problem in problems if not problem.layout}
+
+    def cures(changes: Changes) -> bool:
+        left = judge(_changed(config, changes), known, device).problems
+        return all(not problem.layout and str(problem) in others for problem in left)
+
+    nearest = itertools.islice(_allocations(config, known), _JUDGED_AT_MOST)
+    found = [changes["allocation_mode"] for changes in itertools.islice(filter(cures, nearest), _LAYOUTS_NAMED)]
+    for alternatives in _settings(config, problems):
+        first = next(filter(cures, alternatives), None)
+        if first is not None:
+            found.append(" ".join(f"{key}={_shown(value)}" for key, value in first.items()))
     return found
 
 
-def _changed(config: Config, changes: dict[str, Any]) -> Config:
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _changed(config: Config, changes: Changes) -> Config:
     for key, value in changes.items():
         config = with_value(config, key, value)
         if key == "train_dataset.batch_size":
@@ -114,22 +122,38 @@ def _starting_point(config: Config) -> tuple[Component | None, Component | None]
     return server, trainer
 
 
-def _single_keys(config: Config, problems: list[Problem]) -> dict[str, list[Any]]:
-    """Keys worth trying one at a time for these problems, nearest value first."""
+def _settings(config: Config, problems: list[Problem]) -> Iterator[list[Changes]]:
+    """For each kind of problem, settings that may cure it; the smallest change first."""
     keys = {problem.key for problem in problems if problem.layout}
-    tried: dict[str, list[Any]] = {}
+    nodes = config.cluster.n_nodes
     if "allocation_mode" in keys:
-        tried["cluster.n_nodes"] = list(range(config.cluster.n_nodes + 1, 2 * config.cluster.n_nodes + 8))
+        yield [{"cluster.n_nodes": more} for more in range(nodes + 1, 2 * nodes + 8)]
     if "train_dataset.batch_size" in keys:
         batch = config.train_dataset.batch_size
         near = sorted(range(max(1, batch // 2), 2 * batch + 1), key=lambda value: abs(value - batch))
-        tried["train_dataset.batch_size"] = near
+        yield [{"train_dataset.batch_size": value} for value in near]
     if "cluster.gpu_memory_gib" in keys:
-        if not config.actor.gradient_checkpointing:
-            tried["actor.gradient_checkpointing"] = [True]
-        elif config.actor.archon.ac_mode != "full":
-            tried["actor.archon.ac_mode"] = ["full"]
-        limit = config.actor.mb_spec.max_tokens_per_mb
-        if limit:
-            tried["actor.mb_spec.max_tokens_per_mb"] = [limit // 2, limit // 4]
-    return tried
+        yield list(_savings(config))
+
+
+def _savings(config: Config) -> Iterator[Changes]:
+    """Less activation memory, then more nodes to shard over as well."""
+    less: Changes = {}
+    if not config.actor.gradient_checkpointing:
+        less["actor.gradient_checkpointing"] = True
+    if config.actor.archon.ac_mode != "full":
+        less["actor.archon.ac_mode"] = "full"
+    limit = config.actor.mb_spec.max_tokens_per_mb
+    shorter: list[Changes] = [{}]
+    shorter += [{"actor.mb_spec.max_tokens_per_mb": limit // part} for part in (2, 4)] if limit else []
+    if less:
+        yield dict(list(less.items())[:1])
+    yield from ({**less, **each} for each in shorter if less or each)
+    server, trainer = _starting_point(config)
+    if trainer is None:
+        return
+    for factor in (2, 4, 8):
+        wider = replace(trainer.dims, d=trainer.dims.d * factor)
+        text = str(Allocation(_groups(server, server.dims if server else None, trainer, wider)))
+        larger: Changes = {"cluster.n_nodes": config.cluster.n_nodes * factor, "allocation_mode": text}
+        yield from ({**larger, **less, **each} for each in shorter)
