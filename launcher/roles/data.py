@@ -24,10 +24,8 @@ from core.data.service import DataService, Split
 from core.data.tokenizer import Tokenizer
 from core.rpc.service import Service
 from launcher.plan import Plan
+from launcher.planning.known import TRAIN_FILES, VALID_FILES
 from launcher.roles import arguments
-
-TRAIN_FILES = ("train",)
-VALID_FILES = ("test", "validation", "valid", "val")
 
 
 def longest_prompt(config: Config, backend: str | None) -> tuple[int | None, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from core.data.images import ImageError, decode_png, load_image
 from core.data.prompts import PictureFacts
 from tests.data.conftest import picture
 
-LIMITS = {"min_pixels": 3136, "max_pixels": 1003520}
+LIMITS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 1003520}
 
 
 def in_pool(work: Callable[[ImagePool], Awaitable[None]], *, workers: int = 1, deadline: float = 30.0) -> None:

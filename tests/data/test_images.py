@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +52,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("size", "limits"), SIZES)
-def test_pixel_values_equal_those_of_transformers(size: tuple[int, int], limits: dict[str, int]) -> None:
+def test_pixel_values_equal_those_of_transformers(size: tuple[int, int], limits: dict[str, Any]) -> None:
     image = Image.fromarray(noise(*size))
     limits = {"min_pixels": MIN_PIXELS, "max_pixels": MAX_PIXELS} | limits
     reference = Qwen2VLImageProcessorPil(**limits)(images=[image], return_tensors="np")
@@ -85,7 +87,7 @@ def test_sizes_equal_those_of_transformers(height: int, width: int, low: int, hi
 @given(height=st.integers(1, 400), width=st.integers(1, 400), high=st.integers(8, 128))
 @settings(max_examples=60)
 def test_a_server_never_resizes_an_accepted_picture_again(height: int, width: int, high: int) -> None:
-    limits = {"min_pixels": MIN_PIXELS, "max_pixels": high * 784}
+    limits: dict[str, Any] = {"min_pixels": MIN_PIXELS, "max_pixels": high * 784}
     try:
         ours = load_image(Image.new("RGB", (width, height)), **limits)
     except ImageError:
@@ -102,7 +104,7 @@ def test_a_server_never_resizes_an_accepted_picture_again(height: int, width: in
         ((100, 140), {"min_pixels": 784 * 16, "max_pixels": 784 * 16}),
     ],
 )
-def test_a_size_that_the_server_would_change_again_is_refused(size: tuple[int, int], limits: dict[str, int]) -> None:
+def test_a_size_that_the_server_would_change_again_is_refused(size: tuple[int, int], limits: dict[str, Any]) -> None:
     with pytest.raises(ImageError, match="becomes"):
         load_image(Image.new("RGB", (size[1], size[0])), **limits)
 
@@ -114,7 +116,8 @@ def test_features_through_the_servers_png_equal_the_trainers_bit_for_bit(size: t
     assert np.array_equal(server, trainer.pixels)
     assert np.array_equal(patches(server).view(np.uint32), patches(trainer.pixels).view(np.uint32))
     # A server of another make runs its own processor on the PNG; its resize has nothing to do.
-    other = Qwen2VLImageProcessorPil()(images=[Image.open(io.BytesIO(trainer.png()))], return_tensors="np")
+    sent: list[Image.Image] = [Image.open(io.BytesIO(trainer.png()))]
+    other = Qwen2VLImageProcessorPil()(images=sent, return_tensors="np")
     assert tuple(other["image_grid_thw"][0]) == trainer.grid_thw
     assert np.abs(other["pixel_values"] - patches(trainer.pixels)).max() <= 1e-6
 
@@ -208,7 +211,7 @@ def test_cmyk_becomes_rgb() -> None:
         (8, lambda x: np.rot90(x)),
     ],
 )
-def test_exif_rotation_is_applied(orientation: int, upright) -> None:  # type: ignore[no-untyped-def]
+def test_exif_rotation_is_applied(orientation: int, upright: Callable[[np.ndarray], np.ndarray]) -> None:
     pixels = noise(56, 84)
     exif = Image.Exif()
     exif[0x0112] = orientation

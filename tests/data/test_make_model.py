@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,15 @@ from launcher.roles.tiny.tokenizer import SPECIAL_TOKENS, build
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as shard:
             found |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
     return found
+
+
+def loaded(kind: Any, path: Path) -> tuple[Any, dict[str, Any]]:
+    return kind.from_pretrained(path, output_loading_info=True, dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 )
 def test_transformers_loads_every_tensor(tmp_path: Path, flags: list[str]) -> None:
     assert main([str(tmp_path), *flags]) == 0
-    model, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True, dtype="auto")
+    model, info = loaded(Qwen2_5_VLForConditionalGeneration, tmp_path)
     assert not any(info.values()), info
     assert model.dtype == (torch.bfloat16 if "bfloat16" in flags else torch.float32)
     text = model.model.language_model
@@ -107,7 +112,7 @@ def test_weights_depend_on_seed_and_name_only(tmp_path: Path, tiny_path: Path) -
 
 def test_a_text_model_has_no_tower(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--text-only", "--untied"]) == 0
-    model, info = Qwen2ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, info = loaded(Qwen2ForCausalLM, tmp_path)
     assert not any(info.values()), info
     assert not (tmp_path / "preprocessor_config.json").exists()
     assert model.config.tie_word_embeddings is False

@@ -31,7 +31,7 @@ WIDE = PictureFacts(hash="a" * 32, original=(50, 90), resized=(56, 84), grid_thw
 SQUARE = PictureFacts(hash="b" * 32, original=(50, 50), resized=(56, 56), grid_thw=(1, 4, 4))
 
 
-def row(problem: str = "<image>Find x.", **columns: Any) -> dict[str, Any]:
+def row(problem: str | None = "<image>Find x.", **columns: Any) -> dict[str, Any]:
     return {"images": [{"bytes": b"...", "path": None}], "problem": problem, "answer": "3"} | columns
 
 
