@@ -44,12 +44,10 @@ def column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, .
 class ReplicatedLinear(nn.Module):
     """A linear layer that every rank holds whole."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = True, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -85,7 +83,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Columns of the weight (input features) are shared out; the output is summed over the group."""
+    """Columns of the weight (input features) are shared out; the output is summed over the group. No bias."""
 
     cut = {"weight": 1}  # noqa: RUF012
 
@@ -94,7 +92,6 @@ class RowParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        bias: bool = False,
         blocks: int | None = None,
         tp: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
@@ -103,13 +100,9 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         own = _share(in_features, blocks or in_features, tp)
         self.weight = nn.Parameter(torch.empty(out_features, own, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if group_size(self.tp) == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = collectives.reduce(F.linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        return collectives.reduce(F.linear(x, self.weight), self.tp)
 
 
 class VocabParallelEmbedding(nn.Module):
