@@ -39,6 +39,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, or experiment/trial")
 
 
+def _overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change any key of the run's configuration")
+
+
 def _logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="go on as lines are written, until the run ends")
     parser.add_argument("-p", "--process", metavar="NAME", help="only this process, e.g. rank-0, server-0, rollout")
@@ -106,8 +110,8 @@ COMMANDS = {
     ),
     "resume": Command(
         "Start a run again from its last checkpoint, attached.",
-        "resume smoke/trial0",
-        (_run, _json),
+        "resume smoke/trial0 total_train_steps=6",
+        (_run, _overrides, _json),
     ),
     "report": Command(
         "Write one HTML page about a run: curves, where the time went, sampled answers beside their images.",

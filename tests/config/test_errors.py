@@ -106,8 +106,13 @@ def test_contradictions_between_keys(problems) -> None:
     found = problems(
         "gconfig:\n  n_samples: 1\n  min_new_tokens: 9\n  max_new_tokens: 8\n"
         "reward: no function\nsaver:\n  fileroot: /elsewhere\nvllm:\n  model: another\n",
-        ["actor.kl_ctl=0.1", "actor.temperature=0.5", "actor.reward_norm={std_level: group}"]
-        + ["actor.overlong_reward_penalty=true", "train_dataset.dataset_kwargs={min_pixels: 9, max_pixels: 4}"],
+        [
+            "actor.kl_ctl=0.1",
+            "actor.temperature=0.5",
+            "actor.reward_norm={std_level: group}",
+            "actor.overlong_reward_penalty=true",
+            "train_dataset.dataset_kwargs={min_pixels: 9, max_pixels: 4}",
+        ],
     )
     keys = {re.sub("^override '.*?': ", "x: ", line).split(": ")[1] for line in found}
     assert keys == {

@@ -73,8 +73,14 @@ def test_overrides_win_and_the_last_one_counts(read) -> None:
 def test_overrides_reach_lists_and_make_sections(read) -> None:
     config = read(
         "",
-        ["actor.scheduling_spec=[{cpu: 2}, {cpu: 3}]", "actor.scheduling_spec[1].mem=64", "ref.kl_ctl=0.2"]
-        + ["valid_dataset.path=rows2", "gconfig.stop=[a, b]", "actor.kl_ctl=0.2"],
+        [
+            "actor.scheduling_spec=[{cpu: 2}, {cpu: 3}]",
+            "actor.scheduling_spec[1].mem=64",
+            "ref.kl_ctl=0.2",
+            "valid_dataset.path=rows2",
+            "gconfig.stop=[a, b]",
+            "actor.kl_ctl=0.2",
+        ],
     )
     assert [(spec.cpu, spec.mem) for spec in config.actor.scheduling_spec] == [(2, 32), (3, 64)]
     assert config.ref is not None and config.ref.kl_ctl == 0.2 and config.ref.path == "model"
