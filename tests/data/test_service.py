@@ -94,7 +94,7 @@ def test_an_answer_depends_on_its_place_alone(write_rows: WriteRows, tokenizer: 
         reply = await client.get("/prompts", n=500)
         assert reply["next"] is None
         seen.extend(reply["prompts"])
-        assert data.pool.processed == 10
+        assert data.preparation.pool.processed == 10
         assert await client.get("/info") == {
             "rows": {"train": 10},
             "epochs": 3,
@@ -122,7 +122,7 @@ def test_a_row_is_processed_once_however_many_ask(write_rows: WriteRows, tokeniz
     async def work(data: DataService, client: AsyncClient) -> None:
         replies = await asyncio.gather(*(client.get("/prompts", n=5) for _ in range(8)))
         assert all(reply == replies[0] for reply in replies)
-        assert data.pool.processed == 5
+        assert data.preparation.pool.processed == 5
 
     serving(work, {"train": split(write_rows([good_row(n) for n in range(5)]))}, tokenizer, tmp_path / "cache")
 
@@ -132,8 +132,8 @@ def test_the_next_prompts_are_ready_before_they_are_asked_for(
 ) -> None:
     async def work(data: DataService, client: AsyncClient) -> None:
         await client.get("/prompts", n=2)
-        await asyncio.wait(data._prepared.values())
-        assert data.pool.processed == 6  # two asked for, four ahead
+        await asyncio.wait(data.preparation.tasks.values())
+        assert data.preparation.pool.processed == 6  # two asked for, four ahead
 
     serving(work, {"train": split(write_rows([good_row(n) for n in range(20)]))}, tokenizer, tmp_path / "cache")
 
@@ -171,7 +171,7 @@ def test_bad_rows_are_named_and_cost_nothing_else(
         assert "data_rows_bad_image 2" in (await client.get_bytes("/metrics")).decode().replace(".0", "")
         # Asked for again, a bad row is neither counted nor reported again.
         await client.get("/prompts", n=10)
-        assert len(data.bad_rows) == len(bad)
+        assert len(data.preparation.bad_rows) == len(bad)
 
     serving(work, {"train": split(write_rows(rows), recipe=recipe)}, tokenizer, tmp_path / "cache")
     assert capfd.readouterr().err.count("bad row (") == len(bad)
@@ -200,11 +200,11 @@ def test_pictures_come_back_when_the_cache_has_dropped_them(
     async def work(data: DataService, client: AsyncClient) -> None:
         prompts = (await client.get("/prompts", n=6))["prompts"]
         assert len(list((tmp_path / "cache").glob("*.png"))) == 1
-        before = data.pool.processed
+        before = data.preparation.pool.processed
         for n, prompt in enumerate(prompts):
             png = await client.get_bytes(f"/images/{prompt['images'][0]['hash']}")
             assert np.array_equal(decode_png(png), load_image(picture(seed=n)).pixels)
-        assert data.pool.processed > before
+        assert data.preparation.pool.processed > before
 
     served = {"train": split(write_rows([good_row(n) for n in range(6)]))}
     serving(work, served, tokenizer, tmp_path / "cache", disk_bytes=1, memory_bytes=1)
@@ -238,7 +238,7 @@ def test_a_restarted_service_still_has_its_pictures(
 
     async def second(data: DataService, client: AsyncClient) -> None:
         assert await client.get_bytes(f"/images/{hashes[0]}")
-        assert data.pool.processed == 0
+        assert data.preparation.pool.processed == 0
 
     served = {"train": split(write_rows([good_row()]))}
     serving(first, served, tokenizer, tmp_path / "cache")
@@ -251,11 +251,11 @@ def test_a_disk_that_takes_no_copies_costs_nothing_else(
     served = {"train": split(write_rows([good_row(n) for n in range(3)]))}
 
     async def work(data: DataService, client: AsyncClient) -> None:
-        data.store.directory = Path("/dev/null")  # every write below it fails
+        data.preparation.store.directory = Path("/dev/null")  # every write below it fails
         prompts = (await client.get("/prompts", n=3))["prompts"]
         for prompt in prompts:
             assert await client.get_bytes(f"/images/{prompt['images'][0]['hash']}")
-        assert data.store.write_errors == 3
+        assert data.preparation.store.write_errors == 3
 
     serving(work, served, tokenizer, tmp_path / "cache")
 
