@@ -17,6 +17,7 @@ import numpy as np
 from core.config import Config
 from core.data.order import Order, Place
 from core.data.service import Split
+from launcher.planning.change import with_value
 from launcher.planning.known import Prepared
 from launcher.roles import data
 
@@ -63,6 +64,8 @@ class Measured:
 
 async def measure(config: Config, backend: str | None, on_progress: Callable[[str, int, int], None]) -> list[Measured]:
     """Processes every row of every split once; a bad row is recorded and the pass goes on."""
+    # a set that holds less than a batch is plan's to refuse
+    config = with_value(config, "train_dataset.batch_size", 1)
     with tempfile.TemporaryDirectory(prefix="prepare-") as scratch:
         service = data.make_service(config, backend, cache=Path(scratch), run_images=None)
         service.splits = {name: _whole(split) for name, split in service.splits.items()}

@@ -1,0 +1,73 @@
+"""`plan` on the command line: what it prints, where problems are placed, its exit status, and its price."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from tests.plan.conftest import RECIPE, ROOT
+from tests.plan.test_prepare import launch
+
+CONFIG = str(RECIPE.relative_to(ROOT))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> str:
+    return f"paths.cache={tmp_path / 'cache'}"
+
+
+def test_the_recipe_is_printed(cache: str) -> None:
+    done = launch("plan", CONFIG, cache)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "vllm d=4, 1 node",
+        "GPUs 0-3",
+        "archon d=4",
+        "32 groups = 128 samples",
+        "masters",
+        "kv cache",
+        "disk",
+    ):
+        assert words in done.stdout
+    assert "not built   allocation_mode: starting vllm servers" in done.stdout
+
+
+def test_json_is_the_plan(cache: str) -> None:
+    said = json.loads(launch("plan", CONFIG, "allocation_mode=sglang:d2t2+d4", cache, "--json").stdout)
+    assert [each["backend"] for each in said["partitions"]] == ["sglang", "archon"]
+    assert said["partitions"][0]["nodes"][0]["servers"][1] == {"name": "server-1", "gpus": [2, 3]}
+
+
+def test_a_problem_stands_at_the_line_or_override_that_wrote_it(cache: str) -> None:
+    done = launch("plan", CONFIG, "allocation_mode=vllm:d4p1t1+d5", cache)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert "override 'allocation_mode=vllm:d4p1t1+d5': allocation_mode: wants 4 + 5 = 9 GPUs" in done.stderr
+    line = 1 + RECIPE.read_text().splitlines().index("  batch_size: 32")
+    assert f"{CONFIG}:{line}: train_dataset.batch_size: 128 samples" in done.stderr
+    assert "  fits: vllm:d4+archon:d4" in done.stderr
+
+
+def test_a_zero_gets_a_caret(cache: str) -> None:
+    done = launch("plan", CONFIG, "allocation_mode=vllm:d0+d4", cache)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    at = lines.index("    vllm:d0+d4")
+    assert lines[at + 1] == "         ^^"
+
+
+def test_emulate_prints_every_swap(cache: str) -> None:
+    done = launch("plan", "--emulate", CONFIG, cache)
+    assert done.returncode == 0, done.stderr
+    assert "swap      allocation_mode: vllm:d4p1t1+d4p1t1 → embedded:d2+archon:d2" in done.stdout
+    assert "this machine (cpu)" in done.stdout
+
+
+def test_it_costs_less_than_a_second(cache: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert launch("plan", CONFIG, cache, OMP_NUM_THREADS="1").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # processor time: the wall is the neighbours' too
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
