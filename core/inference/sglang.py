@@ -102,6 +102,8 @@ class SGLangClient:
         generation = partial if partial is not None else Generation()
         try:
             async with self._open().post(self.url + "/generate", data=data, headers=_JSON) as reply:
+                if reply.status == 503:
+                    raise ServerLostError(f"{self.url}: {_reason(reply.status, await reply.read())}")
                 if reply.status != 200:
                     raise ServerRefusedError(_reason(reply.status, await reply.read()), reply.status)
                 if not stream:

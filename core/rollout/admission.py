@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What the configuration allows: groups at once (None = no limit), batches ahead, groups a batch, batches in all."""
+    """What the configuration allows: groups at once (None: any), batches ahead, groups a batch, batches in all."""
 
     max_concurrent_rollouts: int | None
     max_head_offpolicyness: int

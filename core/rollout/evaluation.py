@@ -126,9 +126,7 @@ class Evaluations:
             prompts = await self._prompts(evaluation)
             images = shuffled(prompts) if evaluation.request.shuffle_images else prompts
             gate = asyncio.Semaphore(_AT_ONCE)
-            await asyncio.gather(
-                *(self._answer(evaluation, gate, p, q) for p, q in zip(prompts, images, strict=True))
-            )
+            await asyncio.gather(*(self._answer(evaluation, gate, p, q) for p, q in zip(prompts, images, strict=True)))
         except Exception as error:
             evaluation.error = f"{type(error).__name__}: {error}"
             traceback.print_exc(file=sys.stderr)
@@ -148,9 +146,7 @@ class Evaluations:
                 prompts.append(Prompt.from_json(taken[0]))
         return prompts
 
-    async def _answer(
-        self, evaluation: Evaluation, gate: asyncio.Semaphore, prompt: Prompt, shown: Prompt
-    ) -> None:
+    async def _answer(self, evaluation: Evaluation, gate: asyncio.Semaphore, prompt: Prompt, shown: Prompt) -> None:
         async with gate:
             try:
                 pngs = await asyncio.gather(*(self._data.image(image.hash) for image in shown.images))

@@ -23,6 +23,7 @@ Restart = Callable[[Server], Awaitable[None]]
 
 _POLL_SECS = 0.5
 _PROBE_SECS = 5.0
+_LOST_PAUSE_SECS = 0.2
 _FLAPS = 5
 _FLAP_WINDOW_SECS = 600.0
 
@@ -79,7 +80,7 @@ class ServerPool:
             serving = [server for server in self.servers.values() if server.state is ServerState.SERVING]
             if serving:
                 by_name = {server.name: server for server in serving}
-                return by_name.get(preferred or "") or min(serving, key=lambda server: server.running)
+                return by_name.get(preferred or "") or min(serving, key=lambda server: (server.groups, server.running))
             async with self._serving_again:
                 await self._serving_again.wait()
 
@@ -96,6 +97,8 @@ class ServerPool:
             await asyncio.wait_for(server.client.model_info(), _PROBE_SECS)
         except (ServerLostError, ServerRefusedError, TimeoutError):
             self.take_out(server, f"does not answer: {error}")
+        else:
+            await asyncio.sleep(_LOST_PAUSE_SECS)
 
     def take_out(self, server: Server, reason: str, *, restart: bool = False) -> None:
         """`restart`: this start of the process is not trusted again; its daemon is asked for a new one."""

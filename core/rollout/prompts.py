@@ -35,9 +35,7 @@ class DataService:
         """PNG of an image; asked for once while it is among the last few hundred."""
         if name not in self._images:
             path = f"/images/{name}"
-            self._images[name] = asyncio.ensure_future(
-                self._call(lambda client: client.get_bytes(path, timeout=120.0))
-            )
+            self._images[name] = asyncio.ensure_future(self._call(lambda client: client.get_bytes(path, timeout=120.0)))
             while len(self._images) > 512:
                 self._images.popitem(last=False)
         try:

@@ -49,6 +49,7 @@ class Server:
     served: int | None = None
     served_name: str | None = None
     reason: str = ""
+    groups: int = 0
     tasks: set[asyncio.Task] = field(default_factory=set)
     last_progress: float = field(default_factory=time.monotonic)
     busy_since: float | None = None

@@ -179,6 +179,8 @@ class Session:
 
     def _go_on_after_restart(self) -> None:
         """A service that was restarted inside an attempt is not told again what is published: it reads it."""
+        if self.collector.started:
+            return
         record = read_last_publish(self._places.batches)
         if record is not None and record.get("attempt") == self._attempt:
             published = Published.from_json(record)

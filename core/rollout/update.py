@@ -108,9 +108,7 @@ class WeightUpdates:
         """Waits until what is published so far is served, then defers loads until release_hold."""
         target = self._wanted
         async with self._progress:
-            await self._progress.wait_for(
-                lambda: target is None or self._holds > 0 or self._caught_up_with(target)
-            )
+            await self._progress.wait_for(lambda: target is None or self._holds > 0 or self._caught_up_with(target))
             self._holds += 1
 
     def _caught_up_with(self, target: Published) -> bool:

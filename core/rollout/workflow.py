@@ -119,6 +119,7 @@ class Workflow:
         prefix = prompt_body(prompt.input_ids, pngs)
         group_id = group_id_of(prompt.epoch, prompt.position)
         first = await self._pool.acquire()
+        first.groups += 1
         answers = [
             _Answer(
                 prompt,
@@ -130,9 +131,7 @@ class Workflow:
             )
             for i in range(n_samples)
         ]
-        tasks = [
-            asyncio.create_task(self._sample(answer, group_id, started_version, first.name)) for answer in answers
-        ]
+        tasks = [asyncio.create_task(self._sample(answer, group_id, started_version, first.name)) for answer in answers]
         try:
             samples = await asyncio.gather(*tasks)
         except BaseException:
@@ -140,6 +139,8 @@ class Workflow:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+        finally:
+            first.groups -= 1
         return Group(group_id, prompt.epoch, prompt.position, prompt.prompt_id, started_version, tuple(samples))
 
     def _params(self, prompt: Prompt, generation: GenerationConfig) -> dict[str, Any]:
