@@ -153,7 +153,7 @@ def number(value: object, digits: int = 3) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         return NONE
     text = f"{value:,.{digits}f}"
-    return f"{value:.1e}" if digits and value and float(text.replace(",", "")) == 0 else text
+    return f"{value:.1e}" if digits > 2 and value and float(text.replace(",", "")) == 0 else text
 
 
 def duration(secs: object) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from core.config.errors import UserError
 from core.telemetry.files import write_atomic
@@ -15,11 +16,17 @@ class ReportError(UserError):
     """The page cannot be written."""
 
 
+def compact(summary: dict[str, Any]) -> str:
+    """One line for each key, so that curves do not fill the screen."""
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in summary.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
 def run(arguments: argparse.Namespace) -> int:
     run_dir = find_run(arguments.run)
     summary = summarise(run_dir)
     if arguments.json:
-        print(json.dumps(summary, indent=1))
+        print(compact(summary))
         if arguments.out is None:
             return 0
     out: Path = arguments.out or run_dir.root / "report.html"

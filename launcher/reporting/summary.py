@@ -5,7 +5,7 @@ Owns sums and means over metrics.jsonl and void.jsonl; it reads the run director
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def summarise(run_dir: RunDir) -> dict[str, Any]:
         "accuracy_curve": curve(records, "accuracy"),
         "curves": {name: points for name in CURVES if (points := curve(records, name))},
         "secs": phase_secs(records),
-        "wall_secs": _wall(records),
+        "wall_secs": _wall(records, state),
         "sync_secs": statistics(record.get("sync_secs") for record in _once_per_version(records)),
         "wait_rollout_secs": total(records, "wait_rollout_secs"),
         "wait_trainer_secs": total(records, "wait_trainer_secs"),
@@ -138,7 +138,10 @@ def _once_per_version(records: Iterable[Record]) -> list[Record]:
     return list(seen.values())
 
 
-def _wall(records: list[Record]) -> float | None:
+def _wall(records: list[Record], state: Mapping[str, Any]) -> float | None:
+    """From the launch of the last attempt to what its state last said; without it, from the first step to the last."""
+    if _is_number(state.get("launched")) and state["launched"] > 0 and _is_number(state.get("updated")):
+        return round(state["updated"] - state["launched"], 3)
     times = _numbers(record.get("time") for record in records)
     return round(times[-1] - times[0], 3) if len(times) > 1 else None
 
