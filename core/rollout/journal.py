@@ -32,7 +32,7 @@ class Journal:
     index: Path
     void: Path
     _images_of: dict[int, set[str]] = field(default_factory=dict)
-    _indexed: set[int] = field(default_factory=set)
+    _indexed: set[tuple[int, str]] = field(default_factory=set)
 
     def open(self) -> None:
         """Reads what is there; torn temporary files of a killed writer go."""
@@ -40,7 +40,7 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             for torn in directory.glob(".*.tmp"):
                 torn.unlink(missing_ok=True)
-        self._indexed = {int(line["batch"]) for line in read_lines(self.index) if "batch" in line}
+        self._indexed = {(int(line["batch"]), str(line["group_id"])) for line in read_lines(self.index)}
         self._images_of = {step: set(self.header(step).get("images", ())) for step in self.steps()}
 
     def steps(self) -> list[int]:
@@ -106,7 +106,7 @@ class Journal:
 
     def restore_index(self, step: int) -> None:
         """Writes the lines of a logged batch that a crash kept from the index."""
-        if step not in self._indexed and self.path(step).exists():
+        if self.path(step).exists():
             samples, header = self.read_batch(step)
             self._write_index(step, samples, header)
 
@@ -128,6 +128,9 @@ class Journal:
         for sample in samples:
             by_group.setdefault(sample.group_id, []).append(sample)
         for group_id, members in by_group.items():
+            if (step, group_id) in self._indexed:
+                continue
+            self._indexed.add((step, group_id))
             first = members[0]
             versions = [int(version) for sample in members for version in sample.versions]
             append_line(
@@ -146,7 +149,6 @@ class Journal:
                     "cursor_after": header.get("cursor_after"),
                 },
             )
-        self._indexed.add(step)
 
 
 def read_last_publish(batches: Path) -> dict[str, Any] | None:
