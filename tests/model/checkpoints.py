@@ -36,6 +36,7 @@ class Shape:
     layers: int = 2
     vocab: int = 96
     section: tuple[int, int, int] = (1, 1, 2)
+    vision_hidden: int = 32
     vision_heads: int = 2
     vision_depth: int = 3
     full: tuple[int, ...] = (1,)
@@ -71,7 +72,7 @@ def vlm(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
         },
         vision_config={
             "depth": shape.vision_depth,
-            "hidden_size": 32,
+            "hidden_size": shape.vision_hidden,
             "intermediate_size": 40,
             "num_heads": shape.vision_heads,
             "out_hidden_size": shape.hidden,

@@ -23,7 +23,7 @@ WORLD = 2
 def run(rank: int, folder: Path, checkpoints: dict[str, Path], packed: PackedBatch) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     group = dist.group.WORLD
     assert group is not None
     found: dict[str, Any] = {"collectives": moved(rank, group)}

@@ -19,6 +19,7 @@ SHAPES = {
     "tied": Shape(tied=True),
     "one-kv-head": Shape(heads=4, kv_heads=1, vision_heads=4),
     "no-gqa": Shape(heads=2, kv_heads=2, section=(2, 3, 3), vision_depth=4, full=(0, 3)),
+    "published-head-widths": Shape(heads=4, kv_heads=1, hidden=512, section=(16, 24, 24), vision_hidden=160),
     "six-heads": Shape(heads=6, kv_heads=2, hidden=48, section=(2, 1, 1), layers=3, merge_window=56),
 }
 
