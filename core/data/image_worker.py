@@ -27,23 +27,22 @@ def frame(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 def answer_to(header: dict[str, Any], body: bytes) -> bytes:
     """The frame that answers a request: the picture's facts and its PNG, or why it is refused."""
-    root = Path(header["root"])
+    source = header["path"] if header["path"] is not None else body
+    limits = {"min_pixels": header["min_pixels"], "max_pixels": header["max_pixels"]}
     try:
-        picture = load_image(
-            header["path"] if header["path"] is not None else body,
-            min_pixels=header["min_pixels"],
-            max_pixels=header["max_pixels"],
-            root=root,
-        )
+        picture = load_image(source, root=Path(header["root"]), **limits)
+        png = picture.png()
     except ImageError as error:
         return frame({"error": str(error)})
+    except MemoryError:
+        return frame({"error": f"decoding it takes more than {MEMORY_BYTES >> 30} GiB of memory"})
     facts = {
         "hash": picture.hash,
         "original": picture.original,
         "resized": picture.resized,
         "grid_thw": picture.grid_thw,
     }
-    return frame(facts, picture.png())
+    return frame(facts, png)
 
 
 def _read(pipe: BinaryIO) -> tuple[dict[str, Any], bytes] | None:

@@ -94,7 +94,7 @@ def load_image(
     opened = _open(source, root)
     try:
         upright = _upright_rgb(opened)
-    except ImageError:
+    except (ImageError, MemoryError):
         raise
     except Exception as error:  # decoders raise nearly every type there is on a broken file
         raise ImageError(f"broken {opened.format or 'picture'}: {error}") from error
@@ -144,18 +144,19 @@ def _open(source: object, root: Path | None) -> Image.Image:
 
 
 def _read(path: Path, root: Path | None) -> bytes:
-    if root is not None:
-        resolved = (root / path).resolve()
-        if not resolved.is_relative_to(root.resolve()):
-            raise ImageError(f"{path} lies outside of {root}")
-        path = resolved
-    if path.exists() and not path.is_file():
-        raise ImageError(f"{path} is not a regular file")
     try:
+        if root is not None:
+            resolved = (root / path).resolve()
+            if not resolved.is_relative_to(root.resolve()):
+                raise ImageError(f"{path} lies outside of {root}")
+            path = resolved
+        if path.exists() and not path.is_file():
+            raise ImageError(f"{path} is not a regular file")
         with path.open("rb") as file:
             return file.read(MAX_SOURCE_BYTES + 1)
-    except OSError as error:
-        raise ImageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a NUL byte in a name is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ImageError(f"cannot read {str(path)[:200]!r}: {reason}") from error
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:

@@ -293,6 +293,8 @@ def bomb(side: int) -> bytes:
         ({"bytes": b"", "path": None}, "empty"),
         (Path("/nowhere/at/all.png"), "cannot read"),
         (Path("/dev/null"), "not a regular file"),
+        ("a\0b.png", "cannot read"),
+        ("a" * 5000, "cannot read"),
     ],
 )
 def test_a_bad_picture_is_refused_with_its_reason(source: object, reason: str) -> None:
