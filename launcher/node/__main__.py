@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from core.config import Config, load
 from launcher.node.daemon import Daemon, Settings
 from launcher.node.local_dir import local_root
 from launcher.node.specs import LOOPBACK, ROLES, NodeContext
+from launcher.node.state import processes_lock
 from launcher.plan import Plan
 from launcher.run_dir import RunDir
 
@@ -47,8 +49,16 @@ def main(argv: list[str]) -> int:
         grace=arguments.grace,
         visible_gpus=tuple(each for each in visible.split(",") if each),
         env_vars=env_vars(config, arguments.partition),
+        keep_open=(hold(run_dir),),
     )
     return asyncio.run(serve(context, settings(config)))
+
+
+def hold(run_dir: RunDir) -> int:
+    """The lock that tells the next attempt that processes of this one are still there."""
+    handle = os.open(processes_lock(run_dir), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
 
 
 async def serve(context: NodeContext, chosen: Settings) -> int:

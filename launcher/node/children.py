@@ -113,6 +113,7 @@ class Child:
                 stderr=log,
                 env=environment(self.spec),
                 start_new_session=True,
+                pass_fds=self.spec.keep_open,
             )
         self._gone.clear()
         self._pidfd = os.pidfd_open(self._process.pid)

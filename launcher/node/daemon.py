@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import time
+import traceback
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ from launcher.node.state import Phase, Rendezvous, RunError, State, read_rendezv
 RENDEZVOUS_SECS = 300.0
 STACK_SECS = 1.0
 FAREWELL_SECS = 5.0
+OPENING_SECS = 60.0
 EXIT_STATUS = {Phase.DONE: 0, Phase.FAILED: 1, Phase.CANCELLED: 130}
 
 
@@ -60,6 +63,7 @@ class Daemon:
         self._service = open_api(self)
         self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._opening: asyncio.Task[None] | None = None
 
     @property
     def children(self) -> list[Child]:
@@ -113,7 +117,7 @@ class Daemon:
             self.ranks.follow(self.lead.state.generation)
             self.lead.record(phase=Phase.RUNNING)
         if self.ending is None:
-            self._tasks.append(asyncio.create_task(self.ledger.open(self.context.store, listener)))
+            self._opening = self._watch(self.ledger.open(self.context.store, listener))
 
     def _lead_the_run(self, url: str) -> socket.socket:
         """The store's socket is bound here and now: ranks may connect to it before the store itself is up."""
@@ -136,9 +140,23 @@ class Daemon:
         self.ledger.write(entries.GENERATION, str(before.generation))
         here = Rendezvous(url, store, context.host, context.attempt, os.getpid(), time.time())
         write_rendezvous(context.run_dir, here)
-        self._tasks.append(asyncio.create_task(self.lead.keep_beating()))
-        self._tasks.append(asyncio.create_task(self.lead.keep_asking(lambda: self.ledger.book)))
+        self._watch(self.lead.keep_beating())
+        self._watch(self.lead.keep_asking(lambda: self.ledger.book))
         return listener
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs beside everything else; its error is the daemon's."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                traceback.print_exception(error)
+                self.fail(f"{type(error).__name__}: {error}")
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(done)
+        self._tasks.append(task)
+        return task
 
     async def _find_the_lead(self) -> None:
         deadline = time.monotonic() + RENDEZVOUS_SECS
@@ -229,15 +247,20 @@ class Daemon:
 
     async def _part(self, ending: Ending) -> None:
         """The lead's store outlives the other daemons, so that they end by the run's ending and not by a lost store."""
+        if self._opening is not None:  # it cannot be interrupted anyway: torch is being imported
+            await asyncio.wait([self._opening], timeout=OPENING_SECS)
         if self.lead is None:
             self.ledger.write(f"bye/{self.context.name}", ending.error.message if ending.error else ending.phase)
         else:
             others = [name for name in entries.node_names(self.context.plan) if name != self.context.name]
             deadline = time.monotonic() + self.context.grace + FAREWELL_SECS
             while time.monotonic() < deadline and self.ledger.connected:
-                book = self.ledger.book
-                arrived = [name for name in others if book.daemon(name)]
-                if all(book.bye(name) or book.beat_ages.get(name, 0) > FAREWELL_SECS for name in arrived):
+                if all(self._has_left(name) for name in others):
                     break
                 await asyncio.sleep(0.05)
         await self.ledger.close()
+
+    def _has_left(self, node: str) -> bool:
+        book = self.ledger.book
+        silent = book.daemon(node) is not None and book.beat_ages.get(node, 0.0) > FAREWELL_SECS
+        return silent or book.bye(node) is not None

@@ -38,6 +38,7 @@ class Ledger:
         self._own[key] = value
         self.book = Book({**self.book.values, **self._own}, self.book.beat_ages)
         self.write(key, value)
+        asyncio.get_running_loop().call_soon(self._on_read)
 
     def write(self, key: str, value: str, *, expected: str | None = None) -> None:
         """A shared entry; with `expected`, only if it still has that value."""

@@ -88,6 +88,7 @@ class Registry(threading.Thread):
     def _connect(self) -> TCPStore:
         host, port = self._address
         if self._listener is None:
+            socket.create_connection((host, port), ANSWER_SECS).close()  # torch would try a refused port for minutes
             wait = timedelta(seconds=CONNECT_SECS)
             store = TCPStore(host, port, None, False, timeout=wait, wait_for_workers=False)
         else:

@@ -35,6 +35,8 @@ class Spec:
     env: Mapping[str, str] = field(default_factory=dict)
     """Set on top of the daemon's environment."""
     grace: float = 15.0
+    keep_open: tuple[int, ...] = ()
+    """Descriptors that the child's whole tree inherits."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class NodeContext:
     visible_gpus: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of the daemon, if it was given one: the plan's GPU i is its i-th entry."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
+    keep_open: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -116,7 +119,7 @@ def _spec(
         *words,
     )
     log = context.run_dir.log(context.attempt, context.partition, context.node, name)
-    return Spec(name, kind, command, log, child_environment(context, gpus), context.grace)
+    return Spec(name, kind, command, log, child_environment(context, gpus), context.grace, context.keep_open)
 
 
 def child_environment(context: NodeContext, gpus: Sequence[int]) -> dict[str, str]:

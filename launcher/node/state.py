@@ -72,6 +72,11 @@ def heartbeat_file(run_dir: RunDir) -> Path:
     return run_dir.root / "heartbeat"
 
 
+def processes_lock(run_dir: RunDir) -> Path:
+    """Held (shared) by every process of an attempt on one host, through a descriptor that they inherit."""
+    return run_dir.root / ".processes.lock"
+
+
 def beat(run_dir: RunDir) -> None:
     path = heartbeat_file(run_dir)
     path.touch(mode=0o600)

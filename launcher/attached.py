@@ -1,0 +1,150 @@
+"""The launcher's part of an attached run: shows it, passes signals on, and says how it ended.
+
+Owns nothing of the run: its processes hang on a pipe that this process holds, so they end with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from launcher.launch import Launch
+from launcher.live import LiveView
+from launcher.node.state import Phase, RunError, State, read_state, write_state
+from launcher.run_dir import RunDir
+from launcher.schedulers.base import Placement
+
+LOOK_SECS = 0.2
+LAST_SECS = 45.0
+"""After the first daemon's end, how long the others may take before they are told to."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Attendance:
+    def __init__(self, launch: Launch, placement: Placement) -> None:
+        self.launch = launch
+        self.placement = placement
+        self.signals = 0
+        self._woken = threading.Event()
+
+    def attend(self, *, quiet: bool) -> State:
+        """Returns when every daemon has ended."""
+        with self._signals(), self._view(quiet):
+            self._wait()
+        return self._closed_state()
+
+    def _wait(self) -> None:
+        told, first_end = 0, None
+        while True:
+            exits = self.placement.exits()
+            if all(code is not None for code in exits.values()):
+                return
+            if first_end is None and any(code is not None for code in exits.values()):
+                first_end = time.monotonic()
+            overdue = first_end is not None and time.monotonic() - first_end > LAST_SECS * (1 + told)
+            if self.signals > told or overdue:
+                told += 1
+                self.placement.stop()
+            self._woken.wait(LOOK_SECS)
+            self._woken.clear()
+            self._show()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def seen(number: int, frame: FrameType | None) -> None:
+            self.signals += 1
+            again = "again kills at once" if self.signals == 1 else "killing"
+            os.write(2, f"\n{signal.Signals(number).name}: ending every process of the run ({again})\n".encode())
+            self._woken.set()
+
+        before = {number: signal.signal(number, seen) for number in STOPPING}
+        try:
+            yield
+        finally:
+            for number, action in before.items():
+                signal.signal(number, action)
+
+    @contextmanager
+    def _view(self, quiet: bool) -> Iterator[None]:
+        view = LiveView(self.launch.run_dir)
+        self._show = lambda: None
+        if quiet:
+            yield
+        elif sys.stdout.isatty():
+            console = Console()
+            with Live(console=console, auto_refresh=False, transient=False) as live:
+                self._show = lambda: live.update(view.renderable(self._status()), refresh=True)
+                yield
+                self._show()
+        else:
+            self._show = lambda: _print_lines(view)
+            yield
+            self._show()
+
+    def _status(self) -> dict[str, object]:
+        state = read_state(self.launch.run_dir)
+        return json.loads(json.dumps(dataclasses.asdict(state))) if state else {}
+
+    def _closed_state(self) -> State:
+        """The state the run ended with. A lead daemon that was killed could not write it: then we do."""
+        state = read_state(self.launch.run_dir)
+        assert state is not None
+        if state.phase.final:
+            return state
+        exits = self.placement.exits()
+        phase = Phase.CANCELLED if self.signals else Phase.FAILED
+        return write_state(
+            self.launch.run_dir,
+            dataclasses.replace(state, phase=phase, error=state.error or _daemon_error(self.launch, exits)),
+        )
+
+
+def _daemon_error(launch: Launch, exits: object) -> RunError | None:
+    assert isinstance(exits, dict)
+    for node, code in exits.items():
+        if code:
+            partition, _, index = node.rpartition("-")
+            log = launch.run_dir.log(launch.attempt, partition, int(index), "daemon")
+            how = f"was ended by {signal.Signals(code - 128).name}" if code > 128 else f"ended with status {code}"
+            return RunError(f"daemon of {node}", how, "\n".join(_tail(log.read_text(errors="replace"))), str(log))
+    return None
+
+
+def _tail(text: str) -> list[str]:
+    return text.splitlines()[-20:]
+
+
+def _print_lines(view: LiveView) -> None:
+    for line in view.new_lines():
+        print(line, flush=True)
+
+
+def ending_text(run_dir: RunDir, state: State) -> str:
+    """What a person reads at the end: how it ended and, when it failed, of what and how to go on."""
+    name = run_dir.root
+    if state.phase is Phase.DONE:
+        return f"done: step {state.step}, {name}"
+    lines = [f"{state.phase} in step {state.step}: {name}"]
+    if state.error is not None:
+        lines += error_lines(state.error)
+    lines.append(f"  go on with: python -m launcher resume {name}")
+    return "\n".join(lines)
+
+
+def error_lines(error: RunError) -> list[str]:
+    lines = [f"  {error.process}: {error.message}"]
+    lines += [f"    | {line}" for line in error.traceback.splitlines()[-15:]]
+    if error.log:
+        lines.append(f"  log: {error.log}")
+    return lines

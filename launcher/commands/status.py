@@ -1,0 +1,109 @@
+"""status: how a run is, judged by its daemons and not by its files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import Any
+
+from launcher.attached import error_lines
+from launcher.find_run import find_run
+from launcher.liveness import Liveness, look
+from launcher.node.log_tail import TRACEBACK, last_error, tail
+from launcher.node.state import RunError
+from launcher.run_dir import RunDir
+
+
+def run(arguments: argparse.Namespace) -> int:
+    run_dir = find_run(arguments.run)
+    found = look(run_dir)
+    if arguments.json:
+        print(json.dumps(status_object(run_dir, found), indent=1))
+    else:
+        print(status_text(run_dir, found, time.time()))
+    return 0
+
+
+def verdict(found: Liveness) -> str:
+    if found.state is None:
+        return "never started"
+    if found.dead:
+        return "dead"
+    if found.alive and found.answer is None and found.rendezvous is not None:
+        return "alive, but its daemon does not answer"
+    return str(found.answer["phase"]) if found.answer else str(found.state.phase)
+
+
+def status_object(run_dir: RunDir, found: Liveness) -> dict[str, Any]:
+    error = error_of(run_dir, found)
+    return {
+        "run_dir": str(run_dir.root),
+        "verdict": verdict(found),
+        "alive": found.alive,
+        "since": found.last_beat if found.dead else None,
+        "state": dataclasses.asdict(found.state) if found.state else None,
+        "error": dataclasses.asdict(error) if error else None,
+        "daemon": found.answer,
+        "resume": resume_line(run_dir) if not found.alive else None,
+    }
+
+
+def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
+    lines = [f"{run_dir.root}: {verdict(found)}"]
+    state = found.state
+    if state is None:
+        return lines[0]
+    if found.dead:
+        lines = [dead_line(run_dir, found, now)]
+    lines.append(f"  attempt {state.attempt}, generation {state.generation}, step {state.step}")
+    if found.answer is not None:
+        for name, child in found.answer["children"].items():
+            lines.append(f"  {name:<12} {child['state']:<9} {child['url']}")
+        for name, said in found.answer["services"].items():
+            lines.append(f"  {name}: {said if isinstance(said, str) else _short(said)}")
+    error = error_of(run_dir, found)
+    if error is not None:
+        lines += ["  last error:", *(f"  {line}" for line in error_lines(error))]
+    if not found.alive:
+        lines.append(f"  go on with: {resume_line(run_dir)}")
+    return "\n".join(lines)
+
+
+def dead_line(run_dir: RunDir, found: Liveness, now: float) -> str:
+    assert found.state is not None
+    if found.last_beat is None:
+        when = "before its first heartbeat"
+    else:
+        ago = max(0, round(now - found.last_beat))
+        when = f"since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.last_beat))} ({ago} s ago)"
+    return f"{run_dir.root}: dead {when}; its daemons are gone, the last phase they wrote was {found.state.phase}"
+
+
+def error_of(run_dir: RunDir, found: Liveness) -> RunError | None:
+    """The error the run recorded; of a dead run that recorded none, the newest traceback in its logs."""
+    if found.state is None:
+        return None
+    if found.state.error is not None or not found.dead:
+        return found.state.error
+    logs = sorted((run_dir.logs / str(found.state.attempt)).glob("*/*.log"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(logs):
+        if any(line.strip() == TRACEBACK for line in tail(path, lines=2000)):
+            error = last_error(path)
+            return RunError(path.stem, error.message, error.traceback, str(path))
+    message = "no process wrote an error: its daemons were killed, or their machine went down"
+    return RunError("daemons", message, log=str(run_dir.logs / str(found.state.attempt)))
+
+
+def resume_line(run_dir: RunDir) -> str:
+    return f"python -m launcher resume {run_dir.root}"
+
+
+def _short(said: dict[str, Any]) -> str:
+    keep = {key: value for key, value in said.items() if key not in ("name", "pid", "uptime") and _plain(value)}
+    return ", ".join(f"{key} {value}" for key, value in keep.items())
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, str | int | float | bool) or value is None

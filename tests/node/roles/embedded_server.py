@@ -1,0 +1,8 @@
+"""Stands in for the role `embedded_server`."""
+
+import sys
+
+from tests.node.roles.fake import main
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

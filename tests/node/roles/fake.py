@@ -1,0 +1,69 @@
+"""Processes that stand in for the roles: real processes that register, leave a grandchild, and end as they are told.
+
+What each does is in <run dir>/behaviour.json, by process name: serve | finish | die | die_once | hang | exit0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.rpc.service import Service, serve_in_thread
+from launcher.roles.arguments import RoleArguments, parse, register
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = parse(argv)
+    behaviour = behaviour_of(arguments)
+    with (arguments.run_dir.root / "started.jsonl").open("a") as file:
+        words = {"name": arguments.name, "pid": os.getpid(), "generation": arguments.generation, "cwd": str(Path.cwd())}
+        file.write(json.dumps({**words, "local": str(arguments.local), "env": dict(os.environ)}) + "\n")
+    if behaviour == "die":
+        raise ValueError(f"{arguments.name} cannot read row 7 of train.parquet")
+    leave_a_grandchild(arguments)
+    if arguments.rank in (None, 0):
+        counts = {"step": 3, "progress": {"step": 3}} if arguments.rank == 0 else {"served": 1}
+        service = Service(arguments.name, arguments.run_dir.read_token(), status=lambda: counts)
+        register(arguments, serve_in_thread(service, arguments.host))
+    if behaviour == "die_once" and first_time(arguments):
+        raise ValueError(f"{arguments.name} dies once")
+    act(behaviour, arguments)
+
+
+def act(behaviour: str, arguments: RoleArguments) -> None:
+    if behaviour == "finish":
+        time.sleep(0.3)
+        sys.exit(0)
+    if behaviour == "exit0":
+        sys.exit(0)
+    if behaviour == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    threading.Event().wait(600)
+
+
+def behaviour_of(arguments: RoleArguments) -> str:
+    table = json.loads((arguments.run_dir.root / "behaviour.json").read_text())
+    return table.get(arguments.name, "finish" if arguments.rank is not None else "serve")
+
+
+def first_time(arguments: RoleArguments) -> bool:
+    marker = arguments.run_dir.root / f"died.{arguments.name}"
+    if marker.exists():
+        return False
+    marker.touch()
+    return True
+
+
+def leave_a_grandchild(arguments: RoleArguments) -> None:
+    """In a session of its own, as a server's workers are."""
+    words = [sys.executable, "-c", "import time; time.sleep(600)", str(arguments.run_dir.root)]
+    subprocess.Popen(words, start_new_session=True)

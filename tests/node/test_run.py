@@ -1,0 +1,223 @@
+"""Whole runs of stand-in processes: from start to every way of ending, with nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from core.rpc.client import Client
+from launcher.liveness import look
+from tests.node.conftest import FakeRun
+from tests.node.living import until
+
+Make = Callable[..., FakeRun]
+ALL = 5  # data, rollout, server-0, rank-0, rank-1
+
+
+def finished(process: subprocess.Popen[str], seconds: float = 100) -> tuple[int, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out + err
+
+
+def daemon_pids(run: FakeRun) -> dict[str, int]:
+    """By partition; a daemon's own process, not its guard."""
+    found = {}
+    for line in run.survivors():
+        words = line.split()
+        if "launcher.node" in words and words[2] == "-P":
+            found[words[words.index("--partition") + 1]] = int(words[0])
+    return found
+
+
+def test_a_run_ends_when_all_ranks_have(fake_run: Make) -> None:
+    run = fake_run()
+    code, said = finished(run.launch())
+    assert (code, run.state.phase) == (0, "done"), said
+    assert not run.survivors()
+    assert not run.local.exists()
+    assert run.state.error is None and run.state.generation == 0
+    started = {each["name"]: each for each in run.started()}
+    assert set(started) == {"data", "rollout", "server-0", "rank-0", "rank-1"}
+    assert all(
+        each["env"]["OMP_NUM_THREADS"] == "1" and each["env"]["HF_HUB_OFFLINE"] == "1" for each in started.values()
+    )
+    assert started["rank-0"]["local"].startswith(str(run.local))
+    logs = {str(path.relative_to(run.run_dir.logs)) for path in run.run_dir.logs.glob("*/*/*.log")}
+    assert logs == {
+        *(f"1/training-0/{name}.log" for name in ("daemon", "data", "rollout", "rank-0", "rank-1")),
+        *(f"1/inference-0/{name}.log" for name in ("daemon", "server-0")),
+    }
+
+
+def test_training_alone_has_no_rollout(fake_run: Make) -> None:
+    run = fake_run(servers=0)
+    assert finished(run.launch())[0] == 0
+    assert {each["name"] for each in run.started()} == {"data", "rank-0", "rank-1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_everything(fake_run: Make, number: signal.Signals) -> None:
+    run = fake_run(behaviour={"rank-0": "serve", "rank-1": "serve"})
+    launcher = run.launch()
+    run.await_started(ALL)
+    launcher.send_signal(number)
+    code, said = finished(launcher)
+    assert (code, run.state.phase) == (130, "cancelled"), said
+    assert not run.survivors()
+    assert "resume" in said
+
+
+def test_a_second_ctrl_c_does_not_wait(fake_run: Make) -> None:
+    run = fake_run(behaviour=dict.fromkeys(("data", "rollout", "server-0", "rank-0", "rank-1"), "hang"))
+    launcher = run.launch()
+    run.await_started(ALL)
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGINT)
+    finished(launcher)
+    assert not run.survivors()
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(fake_run: Make) -> None:
+    run = fake_run(behaviour={"rank-0": "hang", "rank-1": "serve", "data": "hang"})
+    launcher = run.launch()
+    run.await_started(ALL)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not run.survivors(), 90, "no process left")
+    assert not run.local.exists()
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("partition", ["training", "inference"])
+def test_kill_9_of_a_daemon_leaves_nothing(fake_run: Make, partition: str, attached: bool) -> None:
+    run = fake_run(behaviour={"rank-0": "serve", "rank-1": "hang", "server-0": "hang"})
+    launcher = run.launch(*([] if attached else ["submit"]))
+    run.await_started(ALL)
+    until(lambda: len(run.daemon().get("/registry")["daemons"]) == 2, 90)
+    os.kill(daemon_pids(run)[partition], signal.SIGKILL)
+    until(lambda: not run.survivors(), 60, "no process left")
+    if attached:
+        code, said = finished(launcher)
+        assert code == 1 and run.state.phase == "failed"
+        assert f"daemon of {partition}-0" in said
+    elif partition == "inference":
+        assert run.state.phase == "failed"
+        assert run.state.error and run.state.error.process == "daemon of inference-0"
+    else:
+        assert look(run.run_dir).dead
+
+
+def test_two_runs_started_in_the_same_second_both_finish(fake_run: Make) -> None:
+    runs = [fake_run("a"), fake_run("b")]
+    launchers = [run.launch() for run in runs]
+    assert [finished(launcher)[0] for launcher in launchers] == [0, 0]
+    assert [run.state.phase for run in runs] == ["done", "done"]
+
+
+def test_a_child_that_dies_at_once_again_and_again_ends_the_run(fake_run: Make) -> None:
+    run = fake_run(behaviour={"data": "die", "rank-0": "serve", "rank-1": "serve"})
+    code, said = finished(run.launch())
+    assert (code, run.state.phase) == (1, "failed")
+    assert run.state.error and run.state.error.process == "data"
+    assert "died 3 times in a row, exit status 1: ValueError: data cannot read row 7 of train.parquet" in said
+    assert "Traceback (most recent call last):" in said
+    assert run.state.error.log in said and run.state.error.log.endswith("logs/1/training-0/data.log")
+    assert len([each for each in run.started() if each["name"] == "data"]) == 3
+    assert not run.survivors()
+
+
+def test_a_flapping_server_is_left_out_and_named(fake_run: Make) -> None:
+    run = fake_run(servers=2, behaviour={"server-1": "die", "rank-0": "serve", "rank-1": "serve"})
+    launcher = run.launch()
+    servers = lambda: {each["name"]: each for each in run.daemon().get("/registry")["servers"]}  # noqa: E731
+    until(lambda: servers().get("server-1", {}).get("out") and servers()["server-0"]["state"] == "up", 90)
+    assert run.state.phase == "running"
+    assert "server-1 is left out: died 3 times" in run.run_dir.log(1, "inference", 0, "daemon").read_text()
+    run.daemon().post("/stop", {})
+    assert finished(launcher)[0] == 130
+
+
+def test_a_run_whose_only_server_flaps_fails(fake_run: Make) -> None:
+    run = fake_run(behaviour={"server-0": "die", "rank-0": "serve", "rank-1": "serve"})
+    code, said = finished(run.launch())
+    assert code == 1
+    assert "server-0: died 3 times in a row, exit status 1: ValueError: server-0 cannot read row 7" in said
+
+
+def test_a_service_that_dies_is_started_again(fake_run: Make) -> None:
+    run = fake_run(behaviour={"data": "die_once", "rollout": "exit0", "rank-0": "serve", "rank-1": "serve"})
+    run.behave(data="die_once", rank_0="serve", rank_1="serve")
+    launcher = run.launch()
+    until(lambda: len([each for each in run.started() if each["name"] == "data"]) == 2, 90)
+    until(lambda: run.daemon().get("/registry")["services"].keys() == {"data", "rollout", "trainer"}, 90)
+    assert "=== start 2" in run.run_dir.log(1, "training", 0, "data").read_text()
+    run.daemon().post("/stop", {})
+    finished(launcher)
+
+
+def test_a_rank_that_dies_ends_the_run_without_recovery(fake_run: Make) -> None:
+    run = fake_run(behaviour={"rank-0": "serve", "rank-1": "die"})
+    code, said = finished(run.launch())
+    assert code == 1
+    assert run.state.error and run.state.error.process == "rank-1"
+    assert "rank-1: exit status 1: ValueError: rank-1 cannot read row 7" in said
+
+
+def test_a_rank_that_dies_is_restarted_with_all_others(fake_run: Make) -> None:
+    run = fake_run(overrides=("recover.mode=on",), behaviour={"rank-1": "die_once", "rank-0": "serve"})
+    launcher = run.launch()
+    until(lambda: {(e["name"], e["generation"]) for e in run.started()} >= {("rank-0", 1), ("rank-1", 1)}, 90)
+    until(lambda: run.daemon().get("/registry")["generation"] == 1, 60)
+    assert run.state.generation == 1
+    assert len([each for each in run.started() if each["name"] in ("data", "rollout", "server-0")]) == 3
+    run.daemon().post("/stop", {})
+    finished(launcher)
+
+
+def test_ranks_are_not_restarted_for_ever(fake_run: Make) -> None:
+    run = fake_run(overrides=("recover.mode=on", "recover.retries=2"), behaviour={"rank-0": "serve", "rank-1": "die"})
+    assert finished(run.launch())[0] == 1
+    assert max(each["generation"] for each in run.started()) == 2
+    assert run.state.generation == 2
+
+
+def test_nothing_moves_for_watchdog_secs(fake_run: Make) -> None:
+    run = fake_run(overrides=("watchdog_secs=3",), behaviour={"rank-0": "serve", "rank-1": "serve"})
+    code, said = finished(run.launch())
+    assert code == 1
+    assert "watchdog: nothing moved for" in said
+    log = run.run_dir.log(1, "training", 0, "daemon").read_text()
+    assert "trainer: {" in log and "rollout: {" in log
+    for name in ("data", "rollout", "rank-0", "rank-1"):
+        assert "Current thread" in run.run_dir.log(1, "training", 0, name).read_text(), name
+
+
+def test_the_registry_shows_everything_that_answers(fake_run: Make) -> None:
+    run = fake_run(behaviour={"rank-0": "serve", "rank-1": "serve"})
+    launcher = run.launch()
+
+    def complete() -> dict | None:
+        found = run.daemon().get("/registry")
+        up = [each for each in found["servers"] if each["state"] == "up"]
+        return found if len(found["services"]) == 3 and up and len(found["daemons"]) == 2 else None
+
+    found = until(complete, 90)
+    assert found["phase"] == "running" and found["generation"] == 0
+    server = found["servers"][0]
+    assert server["name"] == "server-0" and server["backend"] == "embedded"
+    inference = next(each for each in found["daemons"] if each["partition"] == "inference")
+    assert server["daemon"] == inference["url"]
+    other = Client(inference["url"], run.run_dir.read_token())
+    assert other.get("/registry")["services"] == found["services"]
+    status = run.daemon().get("/status")
+    assert status["children"]["data"]["state"] == "up"
+    assert until(lambda: run.state.step == 3, 10)
+    other.post("/restart", {"name": "server-0"})
+    until(lambda: len([each for each in run.started() if each["name"] == "server-0"]) == 2, 60)
+    run.daemon().post("/stop", {})
+    finished(launcher)
+    assert run.state.phase == "cancelled"
