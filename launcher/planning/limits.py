@@ -44,12 +44,15 @@ def _context_problems(config: Config, server: Component, known: Known, lengths: 
         return
     if known.shape.max_positions and context > known.shape.max_positions:
         yield Problem(key, f"{context} is more than {_positions(known)}")
-    if lengths.sample > context:
-        measured = "measured by prepare" if lengths.measured else "one image of max_pixels and a short question"
+    # not measured: what an image of max_pixels alone takes, which is certain
+    prompt = lengths.prompt if lengths.measured else min(lengths.image, lengths.prompt)
+    longest = prompt + config.gconfig.max_new_tokens
+    if longest > context:
+        source = "the longest that prepare measured" if lengths.measured else "one image of dataset_kwargs.max_pixels"
         yield Problem(
             "gconfig.max_new_tokens",
-            f"a prompt of {lengths.prompt} tokens ({measured}) + {config.gconfig.max_new_tokens} new ones = "
-            f"{lengths.sample}, over {key}={context}; raise that, or lower max_new_tokens or dataset_kwargs.max_pixels",
+            f"a prompt of {prompt} tokens ({source}) + {config.gconfig.max_new_tokens} new ones = "
+            f"{longest}, over {key}={context}; raise that, or lower max_new_tokens or dataset_kwargs.max_pixels",
         )
 
 

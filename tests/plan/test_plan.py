@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.config import Config, load
 from launcher.allocation import parse
 from launcher.model_sizes import carried
 from launcher.plan import Plan, PlanError, plan, settle
+from launcher.planning.change import with_value
 from launcher.planning.devices import require_gpus
 from launcher.planning.divisibility import cutting_problems
+from tests.plan.conftest import RECIPE
 
 Recipe = Callable[..., Config]
 
@@ -203,9 +209,13 @@ def test_sft_has_only_a_training_partition(recipe: Recipe) -> None:
     assert [each.name for each in planned.partitions] == ["training"]
     assert planned.batch.samples == 32
     error = refused(recipe(*changes, "allocation_mode=sglang:d4+d4"))
-    assert "type: sft trains only" in str(error) and all(
-        ":" not in each or "archon:" in each for each in error.fits[:1]
-    )
+    assert "type: sft trains only" in str(error) and error.fits[0].startswith("archon:d")
+
+
+def test_serving_alone_has_no_batch(recipe: Recipe) -> None:
+    planned = plan(recipe("allocation_mode=sglang:d4t2"))
+    assert [each.name for each in planned.partitions] == ["inference"]
+    assert planned.batch.samples == 0
 
 
 def test_steps_follow_from_the_rows(recipe: Recipe, tmp_path: Path) -> None:
@@ -242,6 +252,38 @@ def test_settle_refuses_what_is_not_built(recipe: Recipe) -> None:
         settle(recipe("allocation_mode=sglang:d4+d4", "scheduler.type=slurm", "actor.use_lora=true"), emulated=False)
     said = str(caught.value)
     assert "sglang servers" in said and "scheduler.type" in said and "actor.use_lora" in said
+
+
+small = st.sampled_from([1, 1, 1, 2, 3, 4])
+
+
+@given(d=small, t=small, p=small, td=small, tt=small, tc=small, nodes=small, n_gpus=st.sampled_from([1, 4, 8]))
+@settings(max_examples=60, deadline=None)
+def test_any_layout_is_planned_or_refused_with_what_fits(
+    d: int, t: int, p: int, td: int, tt: int, tc: int, nodes: int, n_gpus: int
+) -> None:
+    layout = f"vllm:d{d}t{t}p{p}+d{td}t{tt}c{tc}"
+    config = changed(recipe_without_cache(), f"cluster.n_nodes={nodes} cluster.n_gpus_per_node={n_gpus}")
+    config = changed(config, f"allocation_mode={layout}")
+    try:
+        planned = plan(config)
+    except PlanError as error:
+        for suggestion in error.fits:
+            plan(changed(config, suggestion if "=" in suggestion else f"allocation_mode={suggestion}"))
+    else:
+        assert [each.world for each in planned.partitions] == [d * t * p, td * tt * tc]
+
+
+@cache
+def recipe_without_cache() -> Config:
+    return load(RECIPE, ["paths.cache=/nonexistent"], on_warning=lambda line: None)
+
+
+def changed(config: Config, assignments: str) -> Config:
+    for assignment in assignments.split():
+        key, _, value = assignment.partition("=")
+        config = with_value(config, key, yaml.safe_load(value))
+    return with_value(config, "rollout.consumer_batch_size", config.train_dataset.batch_size)
 
 
 def test_every_file_in_configs_is_planned(tiny: Path, tmp_path: Path) -> None:
