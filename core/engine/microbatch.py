@@ -153,11 +153,10 @@ def _fitting(items: Sequence[Item], samples: list[int], limits: Limits) -> list[
 
 def _share(items: Sequence[Item], units: list[_Unit], ranks: int, limits: Limits) -> list[list[_Unit]]:
     """Units per rank by largest differencing; a group is split only where ranks would differ too much."""
-    units = list(units)
-    best = karmarkar_karp([unit.cost for unit in units], ranks)
+    units, best = list(units), karmarkar_karp([unit.cost for unit in units], ranks)
     mean = sum(unit.cost for unit in units) / ranks
     for _ in range(4 * ranks):
-        loads = [sum(units[i].cost for i in part) for part in best]
+        loads = _loads(units, best)
         heaviest = max(range(ranks), key=loads.__getitem__)
         splittable = [i for i in best[heaviest] if len(units[i].samples) > 1]
         if loads[heaviest] <= SPLIT_IMBALANCE * mean or not splittable:
@@ -168,10 +167,15 @@ def _share(items: Sequence[Item], units: list[_Unit], ranks: int, limits: Limits
         finer = [unit for i, unit in enumerate(units) if i != largest]
         finer += [_unit(items, samples[:half], limits), _unit(items, samples[half:], limits)]
         found = karmarkar_karp([unit.cost for unit in finer], ranks)
-        if max(sum(finer[i].cost for i in part) for part in found) >= loads[heaviest]:
+        # of several heaviest ranks one gets lighter at a time
+        if sorted(_loads(finer, found), reverse=True) >= sorted(loads, reverse=True):
             break
         units, best = finer, found
     return [[units[i] for i in part] for part in best]
+
+
+def _loads(units: list[_Unit], parts: list[list[int]]) -> list[float]:
+    return [sum(units[i].cost for i in part) for part in parts]
 
 
 def _bins(items: Sequence[Item], units: list[_Unit], limits: Limits) -> list[_Unit]:

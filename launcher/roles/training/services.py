@@ -5,6 +5,7 @@ Owns the waiting: a service that is being restarted (on another port) is looked 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -71,30 +72,32 @@ class Services:
 
 
 class Pixels:
-    """Decoded images by content hash, fetched from the data service; the least used go beyond `limit_bytes`."""
+    """Decoded images by content hash from the data service; the least used go beyond `limit_bytes`. Thread-safe."""
 
     def __init__(self, services: Services, *, limit_bytes: int = 512 << 20, threads: int = 4) -> None:
         self._services = services
         self._limit = limit_bytes
         self._kept: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pixels")
 
     def get(self, names: Iterable[str]) -> dict[str, NDArray[np.uint8]]:
         """Pixels of every name."""
         wanted = dict.fromkeys(names)
-        missing = [name for name in wanted if name not in self._kept]
-        found = dict(zip(missing, self._pool.map(self._fetch, missing), strict=True))
-        for name in wanted:
-            if name in self._kept:
-                found[name] = self._kept[name]
+        with self._lock:
+            found = {name: self._kept[name] for name in wanted if name in self._kept}
+            for name in found:
                 self._kept.move_to_end(name)
-        for name in missing:
-            self._kept[name] = found[name]
-            self._bytes += found[name].nbytes
-        while self._bytes > self._limit and self._kept:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return found
+        missing = [name for name in wanted if name not in found]
+        fetched = dict(zip(missing, self._pool.map(self._fetch, missing), strict=True))
+        with self._lock:
+            for name, pixels in fetched.items():
+                self._bytes += pixels.nbytes if name not in self._kept else 0
+                self._kept[name] = pixels
+            while self._bytes > self._limit:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return found | fetched
 
     def _fetch(self, name: str) -> NDArray[np.uint8]:
         return decode_png(self._services.get_bytes("data", f"/images/{name}"))

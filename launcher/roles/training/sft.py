@@ -35,8 +35,9 @@ class SFTLoop:
         self.record = record
         info = session.exchange.broadcast(session.services.get("data", "/info") if session.is_first else None)
         kwargs = session.config.train_dataset.dataset_kwargs
-        self.gate: dict[str, Any] | None = kwargs.get("gate")
-        self.mistaught: dict[str, Any] | None = kwargs.get("mistaught")
+        gate, mistaught = kwargs.get("gate"), kwargs.get("mistaught")
+        self.gate: dict[str, Any] | None = dict(gate) if gate else None
+        self.mistaught: dict[str, Any] | None = dict(mistaught) if mistaught else None
         self.total_steps = int(info["total_batches"])
         if self.gate is not None:
             taught = self.mistaught["steps"] if self.mistaught else 0
@@ -47,7 +48,7 @@ class SFTLoop:
         self.evaluator = Periodic(session.config.evaluator, info["batches_per_epoch"])
         self.publisher = Publisher(session)
         self.progress = Progress()
-        self.whole = True
+        self.whole = True  # one update a step: a stop finds the weights of a whole step
         self.bad_steps = 0
         self._held_out: dict[str, Lesson | None] = {}
 
@@ -68,7 +69,7 @@ class SFTLoop:
             step = self.progress.step + 1
             lr = learning_rate(self.session.config.actor.optimizer, step, self.total_steps)
             update = self._train(lesson, lr)
-            self.progress.step, self.whole = step, True
+            self.progress.step = step
             self.progress.data["place"] = lesson.after
             self._judge(update)
             if self._gate_opens(step):
@@ -108,9 +109,7 @@ class SFTLoop:
         def loss(j: int, scores: Scores) -> Tensor:
             return supervised_loss(scores.logp_R, lesson.loss_tokens)
 
-        update = self.session.engine.train(lesson.micros, loss, lr, self.session.stop.check)
-        self.whole = False
-        return update
+        return self.session.engine.train(lesson.micros, loss, lr, self.session.stop.check)
 
     def _judge(self, update: Update) -> None:
         self.bad_steps = self.bad_steps + 1 if update.skipped else 0
