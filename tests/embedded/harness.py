@@ -8,7 +8,7 @@ import io
 import json
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +48,24 @@ class Remote:
     url: str
     server: EmbeddedServer
     pool: urllib3.PoolManager
+    token: str = TOKEN
+
+    @property
+    def image(self) -> int:
+        token = self.server.traits.image_token_id
+        assert token is not None
+        return token
+
+    @property
+    def video(self) -> int:
+        token = self.server.traits.video_token_id
+        assert token is not None
+        return token
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, **more: Any
     ) -> tuple[int, dict[str, Any]]:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
+        headers = {"Authorization": f"Bearer {self.token}"}
         reply = self.pool.request(
             method, self.url + path, json=body, headers=headers, timeout=60, retries=False, **more
         )
@@ -71,14 +84,16 @@ class Remote:
     def generate(self, input_ids: Sequence[int], images: Sequence[Image.Image] = (), **sampling: Any) -> dict[str, Any]:
         return self.post("/generate", **generate_body(input_ids, images, **sampling))
 
-    def stream(self, input_ids: Sequence[int], images: Sequence[Image.Image] = (), **sampling: Any) -> Iterator[dict]:
+    def stream(
+        self, input_ids: Sequence[int], images: Sequence[Image.Image] = (), **sampling: Any
+    ) -> Generator[dict, None, None]:
         """Chunks as they come; closing the iterator hangs up."""
         body = {**generate_body(input_ids, images, **sampling), "stream": True}
         reply = self.pool.request(
             "POST",
             self.url + "/generate",
             json=body,
-            headers={"Authorization": f"Bearer {TOKEN}"},
+            headers={"Authorization": f"Bearer {self.token}"},
             timeout=60,
             retries=False,
             preload_content=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     asked = prompts(reference, np.random.default_rng(1))
     ends = list(reference.model.generation_config.eos_token_id)
     bans, early = [7, 8, 9, 100], 5
-    sampling = {
+    sampling: dict[str, Any] = {
         "temperature": temperature,
         "logit_bias": {str(token): -1e9 for token in [*bans, reference.image, reference.video]},
         "min_new_tokens": early,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from core.weights.errors import CorruptError, DiskFullError, MismatchError, NotVisibleError, WeightsError
 from core.weights.fetch import fetch, fetched, release
-from core.weights.manifest import Manifest, describe, read_manifest, refuse_other_tensors, verify
+from core.weights.manifest import Manifest, VerifyMode, describe, read_manifest, refuse_other_tensors, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = "model-00001-of-00001.safetensors"
@@ -29,7 +29,7 @@ def published(tmp_path, tensors, publish_alone) -> tuple[Path, Manifest]:
     return tmp_path / "weights" / "v000004-r0", publish_alone("v000004-r0", tensors, 4)
 
 
-def refused(published: tuple[Path, Manifest], local: Path, mode: str = "full") -> WeightsError:
+def refused(published: tuple[Path, Manifest], local: Path, mode: VerifyMode = "full") -> WeightsError:
     directory, manifest = published
     with pytest.raises(WeightsError) as caught:
         fetch(directory, manifest.digest, local, verify=mode, visible_secs=0)

@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and self.state is not State.STOPPED
 
     def submit(self, request: Request) -> Future[None]:
         """Queues a request; a rid that is in flight already is refused."""
@@ -220,8 +220,10 @@ class Engine:
         for request in changed:
             if request.done:
                 self._end(request)
-            elif request.each_token and request.notify is not None:
-                request.notify(request)
+            elif request.every is not None and self.last_token - request.notified >= request.every:
+                request.notified = self.last_token
+                if request.notify is not None:
+                    request.notify(request)
 
     def _load_if_due(self) -> None:
         if self._pending_load is None or (self.batch.running and self.state is not State.PAUSED):
@@ -269,7 +271,8 @@ class Engine:
             request.notify(request)
 
     def _stop(self) -> None:
-        self._move(State.STOPPED)
+        if self.state is not State.STOPPED:
+            self._move(State.STOPPED)
 
     def _refuse_orders(self) -> None:
         """After the end: whoever waits for an order hears of it."""

@@ -21,6 +21,8 @@ from core.inference.embedded.pictures import Pictures
 from core.inference.embedded.request import BadRequestError, ModelTraits, Prompt, Request, Sampling
 
 PROBE_SECS = 20.0
+# A chunk holds everything so far: one for each token would cost the square of an answer's length.
+STREAM_SECS = 0.05
 
 
 class Generation:
@@ -34,7 +36,7 @@ class Generation:
         body = await read_json(http)
         stream = body.get("stream", False) is True
         request = await self._request(body)
-        request.each_token = stream
+        request.every = STREAM_SECS if stream else None
         changed = _watch(request)
         start = time.perf_counter()
         try:
@@ -80,7 +82,7 @@ class Generation:
     async def _stream(
         self, http: web.Request, request: Request, body: dict[str, Any], changed: asyncio.Event, start: float
     ) -> web.StreamResponse:
-        """Server-sent events of everything so far, as often as the client keeps up with."""
+        """Server-sent events of everything so far, every STREAM_SECS if the client keeps up."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         done = False

@@ -254,8 +254,9 @@ class Request:
     prompt: Prompt
     sampling: Sampling
     notify: Callable[[Request], None] | None = None
-    """Called by the engine's thread after each step that changed the request (`each_token`) or ended it."""
-    each_token: bool = False
+    """Called by the engine's thread when the request has ended, and before that at most once in `every` seconds."""
+    every: float | None = None
+    notified: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)
