@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic_core import PydanticUndefined
 
 from core.config.base import Section
@@ -16,31 +16,40 @@ def resolve(document: Document, tree: dict[str, Any], schema: type[Section], fil
 
     Of a `filled` path nothing is said: its value was written elsewhere, where the problem is named.
     """
-    wanted = [path for path, text in leaves(tree) if isinstance(text, str) and "${" in text]
     failed: set[Path] = set()
-    if not wanted:
-        return failed
-    whole = OmegaConf.create(with_defaults(tree, schema))
+
+    def fail(path: Path, error: Exception) -> None:
+        failed.add(path)
+        put(tree, path, None)
+        if path not in filled:
+            reason = "goes round in a circle" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+            document.problems.append(f"{document.where(path)}: {dotted(path)}: cannot be resolved: {reason}")
+
+    wanted: list[Path] = []
+    for path, text in list(leaves(tree)):
+        if isinstance(text, str) and "${" in text:
+            try:
+                OmegaConf.create({"text": text})
+            except GrammarParseError as error:
+                fail(path, error)
+            else:
+                wanted.append(path)
+    whole = OmegaConf.create(with_defaults(tree, schema)) if wanted else OmegaConf.create()
     resolved: list[tuple[Path, Any]] = []
     for path in wanted:
         try:
-            node: Any = whole
-            for part in path:
-                node = node[part]
-            if isinstance(node, DictConfig | ListConfig):
-                node = OmegaConf.to_container(node, resolve=True)
-            resolved.append((path, node))
+            resolved.append((path, _value(whole, path)))
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            failed.add(path)
-            if path in filled:
-                continue
-            reason = "goes round in a circle" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-            document.problems.append(f"{document.where(path)}: {dotted(path)}: cannot be resolved: {reason}")
+            fail(path, error)
     for path, value in resolved:
         put(tree, path, value)
-    for path in failed:
-        put(tree, path, None)
     return failed
+
+
+def _value(node: Any, path: Path) -> Any:
+    for part in path:
+        node = node[part]
+    return OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig | ListConfig) else node
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

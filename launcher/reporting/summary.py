@@ -98,7 +98,7 @@ def statistics(values: Iterable[object]) -> dict[str, float] | None:
         "mean": round(sum(numbers) / len(numbers), 4),
         "median": round(numbers[len(numbers) // 2], 4),
         "max": round(numbers[-1], 4),
-        "last_count": len(numbers),
+        "count": len(numbers),
     }
 
 
