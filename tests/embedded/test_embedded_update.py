@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -44,6 +45,7 @@ class Streamed:
 
 
 LONG = 150
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture
@@ -171,6 +173,11 @@ def damage(kind: str, good: Path, bad: Path) -> str:
     elif kind == "extra":
         tensors["model.layers.7.mlp.up_proj.weight"] = tensors[name].clone()
         name = "model.layers.7.mlp.up_proj.weight"
+    elif kind == "other head":
+        name = "lm_head.weight"
+        tensors[name] = torch.zeros_like(load_file(bad / index["weight_map"][EMBEDDING])[EMBEDDING])
+        index["weight_map"][name] = file.name
+        (bad / "model.safetensors.index.json").write_text(json.dumps(index))
     elif kind == "renamed":
         tensors["model.layers.0.mlp.upp_proj.weight"] = tensors.pop(name)
     else:
@@ -179,7 +186,9 @@ def damage(kind: str, good: Path, bad: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("kind", ["no directory", "lacks a file", "truncated", "missing", "extra", "renamed", "shape"])
+@pytest.mark.parametrize(
+    "kind", ["no directory", "lacks a file", "truncated", "missing", "extra", "renamed", "shape", "other head"]
+)
 def test_what_does_not_fit_is_refused_and_nothing_changes(
     remote: Remote, checkpoints: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:

@@ -43,7 +43,7 @@ class Batch:
         self.dtype = dtype
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the request in slot i is running[i]
-        self.slots = Slots(max_running, traits.context_length)
+        self.slots = Slots(max_running, traits.context_length, device)
         self.prompts = PromptCache(4 * max_prefill_tokens)
         self.sampler = Sampler(traits.vocab_size)
         self.prefilled_tokens = 0

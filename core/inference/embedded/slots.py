@@ -22,9 +22,10 @@ Pair = tuple[Tensor, Tensor]
 class Slots:
     """Implements core.ops.packed.KVCache; `prefill` or `decode` says before each forward what its tokens are."""
 
-    def __init__(self, max_slots: int, max_length: int) -> None:
+    def __init__(self, max_slots: int, max_length: int, device: torch.device) -> None:
         self.max_slots = max_slots
         self.max_length = max_length
+        self.device = device
         self._layers: dict[int, Pair] = {}  # each [S, K, L, d]
         self._slots = 0
         self._places = 0
@@ -39,8 +40,8 @@ class Slots:
     def prefill(self, slots: Sequence[int], lengths: Sequence[int], cu_seqlens: Tensor) -> None:
         """The next forward holds whole sequences, end to end."""
         self._reserve(max(slots) + 1, max(lengths))
-        self._rows = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths))
-        self._columns = torch.cat([torch.arange(length) for length in lengths])
+        self._rows = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths)).to(self.device)
+        self._columns = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         self._cu_seqlens = cu_seqlens
         self._max_seqlen = max(lengths)
 
@@ -51,27 +52,26 @@ class Slots:
         self._reserve(last, self._reach)
         self._cu_seqlens = None
         self._window = slice(first, last)
-        self._rows = torch.arange(first, last)
-        self._columns = torch.tensor(lengths)
+        self._rows = torch.arange(first, last, device=self.device)
+        self._columns = torch.tensor(lengths, device=self.device)
         shortest = min(lengths) + 1
         self._mask_B11L = None
         if shortest < self._reach:
-            self._mask_B11L = (torch.arange(self._reach)[None, :] <= self._columns[:, None])[:, None, None, :]
+            place_L = torch.arange(self._reach, device=self.device)
+            self._mask_B11L = (place_L <= self._columns[:, None])[:, None, None, :]
 
     def attend(self, layer: int, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor) -> Tensor:
         """Stores the new keys and values and attends to all of the sequence's."""
         assert self._rows is not None and self._columns is not None
         keys, values = self._layer(layer, k_THd)
-        rows, columns = self._rows.to(keys.device), self._columns.to(keys.device)
-        keys[rows, :, columns] = k_THd
-        values[rows, :, columns] = v_THd
+        keys[self._rows, :, self._columns] = k_THd
+        values[self._rows, :, self._columns] = v_THd
         if self._cu_seqlens is not None:
             return attention(q_THd, k_THd, v_THd, self._cu_seqlens, self._max_seqlen, causal=True)
         k_BKLd, v_BKLd = keys[self._window, :, : self._reach], values[self._window, :, : self._reach]
         # the query heads of one kv head are as many queries at the same place: nothing is repeated
         q_BKGd = q_THd.unflatten(1, (k_THd.shape[1], -1))
-        mask = None if self._mask_B11L is None else self._mask_B11L.to(keys.device)
-        return F.scaled_dot_product_attention(q_BKGd, k_BKLd, v_BKLd, attn_mask=mask).flatten(1, 2)
+        return F.scaled_dot_product_attention(q_BKGd, k_BKLd, v_BKLd, attn_mask=self._mask_B11L).flatten(1, 2)
 
     def move(self, source: int, target: int, length: int) -> None:
         for pair in self._layers.values():

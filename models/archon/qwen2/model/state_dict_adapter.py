@@ -75,6 +75,8 @@ class Qwen2StateDictAdapter:
             cuts = {_unwrapped(name): cut for name, cut in shards(model).items()}
             whole = {name: _whole_shape(parameter, cuts.get(name)) for name, parameter in self.tensors(model)}
             self._check(whole, {hub: shape for hub, (_, shape) in found.items()}, path)
+            if self.args.tie_word_embeddings and HEAD in found:
+                self._check_tied(slices[found[HEAD][0]][1], slices[found[EMBEDDING][0]][1], path)
             with torch.no_grad():
                 for hub, parameter in self.tensors(model):
                     file, part = slices[found[hub][0]]
@@ -82,8 +84,6 @@ class Qwen2StateDictAdapter:
                         _assign(parameter, part, cuts.get(hub))
                     except SafetensorError as error:
                         raise CheckpointError(f"{file}: {hub}: {error}") from error
-                if self.args.tie_word_embeddings and HEAD in found:
-                    self._check_tied(slices[found[HEAD][0]][1], slices[found[EMBEDDING][0]][1], path)
 
     def load_tensors(self, model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies whole tensors (either layout) into the model; every parameter must come exactly once.
