@@ -32,7 +32,7 @@ def page(run_dir: RunDir, summary: Mapping[str, Any]) -> str:
         f"<h1>{title}</h1>{_headline(summary)}",
         "<h2>Learning</h2><div class='charts'>",
         *_learning(summary),
-        "</div><h2>Where the time went</h2><div class='charts'>",
+        f"</div>{_evaluations(summary)}<h2>Where the time went</h2><div class='charts'>",
         *_time(summary),
         "</div><h2>What was lost</h2>",
         _lost(summary),
@@ -94,6 +94,23 @@ def _learning(summary: Mapping[str, Any]) -> list[str]:
         chart("Gradient norm", [Line("norm", curves.get("grad_norm", []))], floor=0.0),
     ]
     return charts
+
+
+def _evaluations(summary: Mapping[str, Any]) -> str:
+    """Each evaluation with the versions that answered it."""
+    rows = [
+        (name, record.get("step"), record.get("accuracy"), record.get("rows"), record.get("failed"), record)
+        for name, records in summary["evaluations"].items()
+        for record in records
+    ]
+    body = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{number(step, 0)}</td><td>{number(accuracy)}</td><td>{number(count, 0)}</td>"
+        f"<td>{number(failed, 0)}</td><td>{number(record.get('version_min'), 0)}–{number(record.get('version_max'), 0)}"
+        f"</td><td>{number(record.get('secs'), 1)}</td></tr>"
+        for name, step, accuracy, count, failed, record in rows
+    )
+    heads = "".join(f"<th>{head}</th>" for head in ("split", "step", "accuracy", "rows", "failed", "versions", "secs"))
+    return f"<details><summary>evaluations</summary><table><tr>{heads}</tr>{body}</table></details>" if rows else ""
 
 
 def _time(summary: Mapping[str, Any]) -> list[str]:

@@ -94,6 +94,7 @@ def test_answers_stand_beside_their_images(run_dir: RunDir) -> None:
     assert "<script>alert('x')</script> & \\boxed{3}" in reader.text
     assert "How many <b>red</b> shapes?" in reader.text
     assert "versions 0–1" in reader.text
+    assert "5–5" in reader.text and "valid-shuffled" in reader.text
     assert "bad row" in reader.text and "timeout" in reader.text and "a <note>" in reader.text
 
 
