@@ -64,6 +64,7 @@ class Registry(threading.Thread):
         self._on_snapshot = on_snapshot
         self._on_lost = on_lost
         self._writes: queue.Queue[_Write | None] = queue.Queue()
+        self._closing = threading.Event()
         self._beats: dict[str, tuple[int, float]] = {}
 
     def put(self, key: str, value: str) -> None:
@@ -75,6 +76,7 @@ class Registry(threading.Thread):
 
     def close(self) -> None:
         """Writes what is left and ends the thread."""
+        self._closing.set()
         self._writes.put(None)
 
     def run(self) -> None:
@@ -112,7 +114,7 @@ class Registry(threading.Thread):
     def _await_ready(self, store: TCPStore) -> bool:
         """False when closed meanwhile. `check` never blocks, `get` of a missing key would."""
         while not store.check([READY]):
-            if any(write is None for write in self._drain(PERIOD)):
+            if self._closing.wait(PERIOD):
                 return False
         return True
 
