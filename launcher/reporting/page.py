@@ -98,16 +98,14 @@ def _learning(summary: Mapping[str, Any]) -> list[str]:
 
 def _evaluations(summary: Mapping[str, Any]) -> str:
     """Each evaluation with the versions that answered it."""
-    rows = [
-        (name, record.get("step"), record.get("accuracy"), record.get("rows"), record.get("failed"), record)
-        for name, records in summary["evaluations"].items()
-        for record in records
-    ]
+    rows = [(name, record) for name, records in summary["evaluations"].items() for record in records]
     body = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{number(step, 0)}</td><td>{number(accuracy)}</td><td>{number(count, 0)}</td>"
-        f"<td>{number(failed, 0)}</td><td>{number(record.get('version_min'), 0)}–{number(record.get('version_max'), 0)}"
-        f"</td><td>{number(record.get('secs'), 1)}</td></tr>"
-        for name, step, accuracy, count, failed, record in rows
+        f"<tr><td>{html.escape(name)}</td><td>{number(record.get('step'), 0)}</td>"
+        f"<td>{number(record.get('accuracy'))}</td><td>{number(record.get('rows'), 0)}</td>"
+        f"<td>{number(record.get('failed'), 0)}</td>"
+        f"<td>{number(record.get('version_min'), 0)}–{number(record.get('version_max'), 0)}</td>"
+        f"<td>{number(record.get('secs'), 1)}</td></tr>"
+        for name, record in rows
     )
     heads = "".join(f"<th>{head}</th>" for head in ("split", "step", "accuracy", "rows", "failed", "versions", "secs"))
     return f"<details><summary>evaluations</summary><table><tr>{heads}</tr>{body}</table></details>" if rows else ""
