@@ -163,6 +163,8 @@ class RewardPool:
             return
         self._children.discard(child)
         child.kill()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
         await child.process.wait()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from core.rl.trajectory import Group, Sample, TrajectoryError, decode_header, de
 from core.telemetry.files import append_line, read_lines, write_atomic
 
 _HEADER_BYTES = 8
+_WRITERS = 16
 
 
 class JournalError(Exception):
@@ -55,14 +57,19 @@ class Journal:
         """Synced when it returns. The index lines follow the batch; restore_index makes up for those torn off."""
         samples = [sample for group in groups for sample in group.samples]
         hashes = sorted({image.hash for sample in samples for image in sample.images})
-        for name in hashes:
-            target = self.images / f"{name}.png"
-            if name in pngs and not target.exists():
-                write_atomic(target, pngs[name])
+        self._write_images({name: pngs[name] for name in hashes if name in pngs})
         body = encode_samples(samples, {**header, "step": step, "images": hashes})
         write_atomic(self.path(step), body)
         self._images_of[step] = set(hashes)
         self._write_index(step, samples, header)
+
+    def _write_images(self, pngs: Mapping[str, bytes]) -> None:
+        """Those that are not there yet, synced side by side: a file system commits many as fast as one."""
+        new = [(self.images / f"{name}.png", png) for name, png in pngs.items()]
+        new = [(path, png) for path, png in new if not path.exists()]
+        if new:
+            with ThreadPoolExecutor(_WRITERS) as writers:
+                list(writers.map(lambda pair: write_atomic(*pair), new))
 
     def read_batch(self, step: int) -> tuple[list[Sample], dict[str, Any]]:
         try:

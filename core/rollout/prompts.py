@@ -16,6 +16,7 @@ from core.rpc.client import AsyncClient
 from core.rpc.errors import RpcError
 
 _RETRY_SECS = 0.3
+_IMAGES_KEPT = 64
 
 
 class DataService:
@@ -32,11 +33,11 @@ class DataService:
         return await self._call(lambda client: client.get(path, timeout=120.0, **query))
 
     async def image(self, name: str) -> bytes:
-        """PNG of an image; asked for once while it is among the last few hundred."""
+        """PNG of an image; asked for once, however many want it at the same time."""
         if name not in self._images:
             path = f"/images/{name}"
             self._images[name] = asyncio.ensure_future(self._call(lambda client: client.get_bytes(path, timeout=120.0)))
-            while len(self._images) > 512:
+            while len(self._images) > _IMAGES_KEPT:
                 self._images.popitem(last=False)
         try:
             return await asyncio.shield(self._images[name])

@@ -64,6 +64,7 @@ class Session:
         self._tasks: list[asyncio.Task] = []
         self._saving = asyncio.Lock()
         self.fatal: dict[str, str] | None = None
+        self.linger_secs = _FATAL_LINGER_SECS  # after a fatal error, for those who ask what happened
         rollout, sync = config.rollout, config.weight_sync
         self._budget = FailureBudget(rollout.max_consecutive_failures)
         self._daemons = Daemons(daemon, token, fetch_timeout=sync.visible_secs + rollout.setup_timeout)
@@ -123,7 +124,7 @@ class Session:
             self.fail(str(error), traceback.format_exc())
         await self._stopping.wait()
         if self.fatal is not None:
-            await asyncio.sleep(_FATAL_LINGER_SECS)  # for those who ask what happened
+            await asyncio.sleep(self.linger_secs)
         await self._close()
         return 0 if self.fatal is None else 1
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from core.inference.client import LoadRefusedError, ServerLostError, ServerRefusedError, version_number
@@ -40,6 +40,7 @@ class Published:
     digest: str
     step: int
     optimizer_done: float
+    received: float = field(default_factory=time.monotonic)
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> Published:
@@ -114,7 +115,7 @@ class WeightUpdates:
     def _caught_up_with(self, target: Published) -> bool:
         """It is served, or a newer one is."""
         current = self._current
-        return current is not None and current.step >= target.step and self._is_served(current)
+        return current is not None and current.received >= target.received and self._is_served(current)
 
     def release_hold(self) -> None:
         self._holds -= 1

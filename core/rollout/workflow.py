@@ -8,6 +8,7 @@ another rendering of the prompt. Whether a void group matters is the collector's
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from core.rollout.pool import ServerPool
 from core.rollout.sampling import continued, sampling_params, sampling_seed
 
 STREAM_ABOVE = 16
+_PROCESS = uuid.uuid4().hex[:8]  # a restarted service must not use a request id again
+_REQUESTS = itertools.count()
 
 
 class GroupVoidError(Exception):
@@ -278,7 +281,7 @@ class _Answer:
         return self._params["max_new_tokens"] - len(self.output_ids)
 
     def request(self) -> Request:
-        rid = f"{self.sample_id}-{self.restarts}-{self.continuations}-{uuid.uuid4().hex[:8]}"
+        rid = f"{self.sample_id}-{self.restarts}-{self.continuations}-{_PROCESS}.{next(_REQUESTS)}"
         if not self.output_ids:
             return Request(rid, self._prefix, self._params)
         body = prompt_body([*self.prompt.input_ids, *self.output_ids], self._pngs)

@@ -64,7 +64,7 @@ def test_the_last_box_counts_and_braces_are_balanced() -> None:
 
 
 def test_exact_match_wants_the_answer_and_an_end(tmp_path: Path) -> None:
-    cases = [
+    cases: list[tuple[str, dict]] = [
         ("4", {"answer": "4", "finish_reason": "stop"}),
         (" 4\n", {"answer": 4, "finish_reason": "stop"}),
         ("4", {"answer": "4", "finish_reason": "length"}),

@@ -48,13 +48,13 @@ def png_of(row: int) -> bytes:
 class StubData:
     """`batch_size` rows of an epoch are dropped from its tail, as drop_last does."""
 
-    def __init__(self, *, epochs: int = 1, rows: int = ROWS, bad: Sequence[int] = ()) -> None:
+    def __init__(self, *, epochs: int = 1, rows: int = ROWS, bad: Sequence[int] = (), token: str = TOKEN) -> None:
         self.epochs = epochs
         self.rows = rows
         self.bad = set(bad)
         self.asked: list[tuple[int, int]] = []
         self.images_asked: list[str] = []
-        self.service = Service("data", TOKEN)
+        self.service = Service("data", token)
         self.service.get("/prompts", self._prompts)
         self.service.get("/images/{hash}", self._image)
 
@@ -62,7 +62,7 @@ class StubData:
         split, n = call.query["split"], int(call.query["n"])
         epoch, position = int(call.query["epoch"]), int(call.query["position"])
         epochs = self.epochs if split == "train" else 1
-        prompts = []
+        prompts: list[dict[str, Any]] = []
         while len(prompts) < n and epoch < epochs:
             self.asked.append((epoch, position))
             prompts.append(self.prompt(split, epoch, position))
@@ -100,14 +100,14 @@ class StubData:
 class StubDaemon:
     """Says which servers there are; fetches at once."""
 
-    def __init__(self, servers: Sequence[StubServer]) -> None:
+    def __init__(self, servers: Sequence[StubServer], *, token: str = TOKEN) -> None:
         self.servers = {server.name: server for server in servers}
         self.down: set[str] = set()
         self.refuse_fetch = 0
         self.calls: list[str] = []
         self.registered: dict[str, str] = {}
         self.data_url = ""
-        self.service = Service("daemon", TOKEN)
+        self.service = Service("daemon", token)
         self.service.get("/registry", self._registry)
         self.service.post("/fetch", self._fetch)
         self.service.post("/release", self._said("release"))
@@ -203,9 +203,13 @@ class Run:
             attempt=attempt,
             context_length=None,
         )
+        await self.serve_session()
+
+    async def serve_session(self) -> None:
         self.service = Service("rollout", TOKEN, status=self.session.status, metrics=self.session.metrics)
         Routes(self.session, can_evaluate=True).add_to(self.service)
         self.client = AsyncClient(await self.service.start(), TOKEN)
+        self.session.linger_secs = 0.5
         self.exit = asyncio.create_task(self.session.run())
 
     async def stop_session(self) -> int:

@@ -124,7 +124,11 @@ class StubServer:
     async def _answer(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         params = body["sampling_params"]
         expanded = self.spoil(expand(body["input_ids"], body.get("image_data", [])))
-        answer = {"prompt_token_ids": expanded, "output_ids": [], "meta_info": {"output_token_logprobs": []}}
+        answer: dict[str, Any] = {
+            "prompt_token_ids": expanded,
+            "output_ids": [],
+            "meta_info": {"output_token_logprobs": []},
+        }
         stream = None
         if body.get("stream"):
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -252,3 +252,43 @@ def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
                 await call
 
     driven(scenario, tmp_path)
+
+
+def test_a_rolling_update_pauses_at_most_its_share(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        await run.serve(0)
+        for server in run.servers:
+            server.load_delay = 0.15
+        await run.publish(1)
+        paused = 0
+        while (status := await run.client.get("/status"))["served"] != 1:
+            paused = max(paused, sum(row["state"] in ("paused", "loading") for row in status["servers"].values()))
+            await asyncio.sleep(0.01)
+        assert paused == 2, "half of four"
+        (sync,) = [sync for sync in (await run.client.get("/served"))["sync"] if sync["version"] == 1]
+        assert 0.15 <= sync["load"] < 0.3 and sync["load"] <= sync["pause"]
+
+    driven(scenario, tmp_path, "weight_sync.mode=rolling", "weight_sync.paused_share=0.5", servers=4)
+
+
+def test_only_the_newest_of_several_published_versions_is_loaded(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        await run.serve(0)
+        run.servers[0].load_delay = 0.2
+        for version in (1, 2, 3):
+            await run.publish(version)
+        await run.until(lambda s: s["served"] == 3, "the newest is served")
+        loaded = [call.split()[2] for call in run.servers[1].calls if call.startswith("load")]
+        assert loaded[0] == "v000000-r0" and loaded[-1] == "v000003-r0" and "v000002-r0" not in loaded
+
+    driven(scenario, tmp_path)
+
+
+def test_the_same_version_of_a_new_generation_is_loaded_anew(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        await run.serve(2, step=0)
+        await run.publish(2, step=0, generation=1)
+        await run.until(lambda s: run.servers[0].version == "v000002-r1", "the other weights of that name's number")
+        assert (await run.client.get("/served"))["served"] == 2
+
+    driven(scenario, tmp_path)

@@ -105,7 +105,8 @@ def test_a_groups_prompt_text_travels_once() -> None:
 
 def test_a_sample_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(TrajectoryError, match="2 sampled ids, 1 logprobs"):
-        Sample("a", "0-0", "p", 0, np.zeros(1), np.zeros(2), np.zeros(1), np.zeros(2), "stop", 0.0, 0)
+        ids, logprobs = np.zeros(2, np.int32), np.zeros(1, np.float32)
+        Sample("a", "0-0", "p", 0, ids, ids, logprobs, ids, "stop", 0.0, 0)
 
 
 @settings(max_examples=60, deadline=None)
