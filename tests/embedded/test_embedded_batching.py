@@ -60,7 +60,7 @@ def test_requests_join_and_leave_between_tokens(server: EmbeddedServer, checkpoi
     for (rid, ids, sampling), request in zip(asked, requests, strict=True):
         single = alone(checkpoints, "text", rid, ids, **sampling)
         assert request.output_ids == single.output_ids
-        np.testing.assert_allclose(request.logprobs, single.logprobs, atol=2e-6)
+        np.testing.assert_allclose(request.logprobs, single.logprobs, atol=1e-5)
         assert request.finish == {"type": "length", "length": sampling["max_new_tokens"]}
 
 
@@ -97,7 +97,7 @@ def test_a_group_shares_one_prefill(checkpoints: dict[str, Path]) -> None:
         again = [ask(seed) for seed in range(8)]
         assert [a["output_ids"] for a in again] == [a["output_ids"] for a in group]
         for one, other in zip(group, again, strict=True):
-            np.testing.assert_allclose(logprobs(one), logprobs(other), atol=2e-6)
+            np.testing.assert_allclose(logprobs(one), logprobs(other), atol=1e-5)
         other_picture = remote.generate(ids, [picture(84, 84, 2)], max_new_tokens=6)
         assert other_picture["meta_info"]["cached_tokens"] == 0, "same ids, other picture: another prompt"
         assert again[1]["meta_info"]["cached_tokens"] == 12
