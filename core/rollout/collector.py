@@ -7,26 +7,24 @@ journal's. Everything here runs on the service's event loop.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from core.config.generation import Generation as GenerationConfig
-from core.rl.trajectory import Group, Sample, group_id_of
+from core.rl.trajectory import Sample, group_id_of
 from core.rollout.admission import Limits, capacity, staleness, within_staleness
 from core.rollout.buffer import Buffer, Entry
+from core.rollout.failures import Failures
 from core.rollout.journal import Journal
 from core.rollout.pool import ServerPool
 from core.rollout.prompts import DataService, PromptSource
-from core.rollout.statistics import FailureBudget, Tally, batch_stats
+from core.rollout.statistics import batch_stats
 from core.rollout.workflow import GroupVoidError, Prompt, Workflow
 
 _SAMPLING_SECS = 0.05
-_REMEMBERED_VOIDS = 20
 
 
 class StalenessError(AssertionError):
@@ -50,8 +48,7 @@ class Collector:
         pool: ServerPool,
         workflow: Workflow,
         journal: Journal,
-        budget: FailureBudget,
-        fatal: Callable[[str, str], None],
+        failures: Failures,
     ) -> None:
         self._limits = limits
         self._generation = generation
@@ -60,8 +57,7 @@ class Collector:
         self._pool = pool
         self._workflow = workflow
         self._journal = journal
-        self._budget = budget
-        self._fatal = fatal
+        self._failures = failures
         self._buffer = Buffer(limits.batch_size)
         self._source: PromptSource | None = None
         self._wake_admission = asyncio.Event()
@@ -69,16 +65,12 @@ class Collector:
         self._news = asyncio.Condition()
         self._running: set[asyncio.Task] = set()
         self._recent: OrderedDict[int, Batch] = OrderedDict()
-        self._tally = Tally()
         self._last_formed = time.monotonic()
         self._blocked_secs = 0.0
         self._blocked_at_last = 0.0
         self._busy_at_last = 0.0
         self.formed = 0
         self.ended = False
-        self.voids: dict[str, int] = {}
-        self.last_voids: list[dict[str, Any]] = []
-        self.reward_errors: dict[str, int] = {}
 
     @property
     def started(self) -> bool:
@@ -165,9 +157,7 @@ class Collector:
             "ready": counts.ready,
             "running": counts.running,
             "wait_trainer_secs": round(self._blocked_secs, 3),
-            "void": self.voids,
-            "last_voids": self.last_voids,
-            "reward_errors": self.reward_errors,
+            **self._failures.status(),
             "restarts": self._workflow.interruptions.restarts,
             "continuations": self._workflow.interruptions.continuations,
             "server_errors": dict(self._workflow.interruptions.errors.most_common(5)),
@@ -188,7 +178,7 @@ class Collector:
     def _start_group(self, prompt: dict[str, Any], cursor_after: dict[str, Any] | None, served: int) -> None:
         group_id = group_id_of(prompt["epoch"], prompt["position"])
         if "error" in prompt:
-            self._count_void(group_id, prompt.get("prompt_id", ""), GroupVoidError("bad row", prompt["error"]))
+            self._failures.void(group_id, prompt.get("prompt_id", ""), GroupVoidError("bad row", prompt["error"]))
             return
         entry = Entry(group_id, cursor_after, served)
         self._buffer.add(entry)
@@ -209,55 +199,18 @@ class Collector:
             )
         except GroupVoidError as error:
             self._buffer.void(entry)
-            self._count_void(entry.group_id, prompt.prompt_id, error)
+            self._failures.void(entry.group_id, prompt.prompt_id, error)
         except Exception as error:
             self._buffer.void(entry)
             kind = f"raised {type(error).__name__}"
-            self._count_void(entry.group_id, prompt.prompt_id, GroupVoidError(kind, str(error), traceback.format_exc()))
+            self._failures.void(
+                entry.group_id, prompt.prompt_id, GroupVoidError(kind, str(error), traceback.format_exc())
+            )
         else:
             self._buffer.finish(entry, group)
-            self._budget.succeeded("generation")
-            self._tally.add(group)
-            self._judge_rewards(group)
+            self._failures.finished(group)
         self._wake_forming.set()
         self._wake_admission.set()
-
-    def _count_void(self, group_id: str, prompt_id: str, error: GroupVoidError) -> None:
-        epoch, position = (int(part) for part in group_id.split("-"))
-        record = {
-            "time": time.time(),
-            "group_id": group_id,
-            "epoch": epoch,
-            "position": position,
-            "prompt_id": prompt_id,
-            "reason": error.reason,
-            "message": error.message,
-        }
-        print(f"void group {group_id} ({prompt_id}): {error.reason}: {error.message}", file=sys.stderr, flush=True)
-        self._journal.write_void(record)
-        self._tally.add_void(error.reason)
-        self.voids[error.reason] = self.voids.get(error.reason, 0) + 1
-        self.last_voids = [*self.last_voids, record][-_REMEMBERED_VOIDS:]
-        first = self._budget.failed("generation", error.reason, error.traceback)
-        if first is not None:
-            self._fatal(f"{self._budget.limit} groups in a row void: {error.reason}: {error.message}", first)
-
-    def _judge_rewards(self, group: Group) -> None:
-        """A group whose every answer failed in the same way is one failure: a bad row alone does not end a run."""
-        errors = [sample.reward_error for sample in group.samples]
-        kinds = {error.split(":", 1)[0] if error else None for error in errors}
-        for error in filter(None, errors):
-            kind = error.split(":", 1)[0]
-            if kind not in self.reward_errors:
-                print(f"first reward error of kind {kind}: {error}", file=sys.stderr, flush=True)
-            self.reward_errors[kind] = self.reward_errors.get(kind, 0) + 1
-        if len(kinds) > 1 or None in kinds:
-            self._budget.succeeded("reward")
-            return
-        kind = str(kinds.pop())
-        first = self._budget.failed("reward", kind, errors[0] or kind)
-        if first is not None:
-            self._fatal(f"the rewards of {self._budget.limit} groups in a row failed: {kind}", first)
 
     def _next_size(self) -> int:
         """Groups of the batch that can be formed now; 0 when none can."""
@@ -297,17 +250,16 @@ class Collector:
 
     def _interval_stats(self) -> dict[str, Any]:
         """What happened since the last batch."""
-        now, busy = time.monotonic(), self._pool.busy_secs()
+        now, busy, tally = time.monotonic(), self._pool.busy_secs(), self._failures.take_tally()
         secs = max(now - self._last_formed, 1e-9)
         stats = {
-            "rollout_tokens_per_s": self._tally.tokens / secs,
+            "rollout_tokens_per_s": tally.tokens / secs,
             "wait_trainer_secs": self._blocked_secs - self._blocked_at_last,
             "server_busy_secs": busy - self._busy_at_last,
-            "void": self._tally.void,
-            "reward_errors": self._tally.reward_errors,
+            "void": tally.void,
+            "reward_errors": tally.reward_errors,
         }
         self._last_formed, self._busy_at_last, self._blocked_at_last = now, busy, self._blocked_secs
-        self._tally = Tally()
         return stats
 
     def _remember(self, step: int, batch: Batch) -> None:

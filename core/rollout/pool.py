@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ _POLL_SECS = 0.5
 _PROBE_SECS = 5.0
 _LOST_PAUSE_SECS = 0.2
 _FLAPS = 5
-_FLAP_WINDOW_SECS = 600.0
+_FLAP_SECS = 30.0
 
 
 class ServerPool:
@@ -47,7 +46,7 @@ class ServerPool:
         self.changed = asyncio.Event()
         self.left_out: dict[str, str] = {}
         self.losses = 0
-        self._outs: dict[str, deque[float]] = {}
+        self._flaps: dict[str, int] = {}
         self._barred: dict[str, float] = {}
         self._returning: set[str] = set()
         self._serving_again = asyncio.Condition()
@@ -109,12 +108,11 @@ class ServerPool:
             self._none_since = time.monotonic()
         server.move(ServerState.OUT, reason)
         self.losses += 1
-        outs = self._outs.setdefault(server.name, deque())
-        outs.append(time.monotonic())
-        while outs[0] < time.monotonic() - _FLAP_WINDOW_SECS:
-            outs.popleft()
-        if len(outs) > _FLAPS:
-            self.left_out[server.name] = f"out {len(outs)} times in {_FLAP_WINDOW_SECS:g} s, last: {reason}"
+        lived = time.monotonic() - server.created
+        self._flaps[server.name] = self._flaps.get(server.name, 0) + 1 if lived < _FLAP_SECS else 0
+        if self._flaps[server.name] > _FLAPS:
+            times = f"out {_FLAPS + 1} times in a row within {_FLAP_SECS:g} s of coming in"
+            self.left_out[server.name] = f"left out: {times}, last: {reason}"
         elif restart:
             self._barred[server.name] = server.started
             self._spawn(self._restart(server))

@@ -51,6 +51,7 @@ class Server:
     reason: str = ""
     groups: int = 0
     tasks: set[asyncio.Task] = field(default_factory=set)
+    created: float = field(default_factory=time.monotonic)
     last_progress: float = field(default_factory=time.monotonic)
     busy_since: float | None = None
     _busy_secs: float = 0.0

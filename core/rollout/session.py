@@ -20,6 +20,7 @@ from core.rewards.pool import RewardPool
 from core.rollout.admission import Limits
 from core.rollout.collector import Collector
 from core.rollout.evaluation import Evaluations, greedy
+from core.rollout.failures import Failures
 from core.rollout.journal import Journal, read_last_publish, remove_old_versions, write_last_publish
 from core.rollout.links import Daemons
 from core.rollout.pool import ServerPool
@@ -100,8 +101,7 @@ class Session:
             pool=self.pool,
             workflow=workflow,
             journal=self.journal,
-            budget=self._budget,
-            fatal=self.fail,
+            failures=Failures(self._budget, self.journal, self.fail),
         )
         generation = config.eval_gconfig or greedy(config.gconfig)
         self.evaluations = Evaluations(self._data, workflow, self.updates, generation)

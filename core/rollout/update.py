@@ -1,4 +1,4 @@
-"""New weights onto the servers: fetch once a node, then pause, load, verify, resume; served versions never mix.
+"""New weights onto the servers: fetch once a node, then swap; served versions never mix.
 
 Owns the order of these steps, one update at a time, newest version first. Membership is the pool's; files are the
 daemons' (POST /fetch verifies them before any server is told). Requests in flight stay on their server through it.
@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.inference.client import LoadRefusedError, ServerLostError, ServerRefusedError, version_number
 from core.rollout.pool import ServerPool
 from core.rollout.servers import Server, ServerState
+from core.rollout.swap import swap
 
 Fetch = Callable[[str, "Published"], Awaitable[str]]
 Release = Callable[[str, str], Awaitable[None]]
@@ -158,11 +158,11 @@ class WeightUpdates:
         paths = await self._fetch_on_nodes(target, {server.daemon for server in servers})
         fetch_secs = time.monotonic() - began
         self._fetched(None)
-        loads: list[float] = []
-        pauses: list[float] = []
-        for some in self._portions(servers):
-            await self._swap(target, some, paths, loads, pauses)
-        if target.name != self._synced and loads and self._is_served(target):
+        timings = [
+            await swap(self._pool, some, name=target.name, version=target.version, paths=paths)
+            for some in self._portions(servers)
+        ]
+        if target.name != self._synced and self._is_served(target):
             self._synced = target.name
             secs = time.time() - target.optimizer_done
             self.syncs.append(
@@ -170,8 +170,8 @@ class WeightUpdates:
                     "version": target.version,
                     "secs": round(secs, 4),
                     "fetch": round(fetch_secs, 4),
-                    "load": round(max(loads), 4),
-                    "pause": round(max(pauses), 4),
+                    "load": round(max(timing.load for timing in timings), 4),
+                    "pause": round(max(timing.pause for timing in timings), 4),
                 }
             )
         await self._release_old(target)
@@ -203,45 +203,6 @@ class WeightUpdates:
         size = max(1, int(self._rolling_share * len(self._pool.in_rotation())))
         portions = [serving[i : i + size] for i in range(0, len(serving), size)]
         return [starting, *portions] if starting else portions
-
-    async def _swap(
-        self, target: Published, servers: list[Server], paths: dict[str, str], loads: list[float], pauses: list[float]
-    ) -> None:
-        paused = time.monotonic()
-        servers = await self._each(servers, self._pause)
-        loading = time.monotonic()
-        servers = await self._each(servers, lambda server: self._load(server, target, paths[server.daemon]))
-        loads.append(time.monotonic() - loading)
-        await self._each(servers, lambda server: self._resume(server, target))
-        pauses.append(time.monotonic() - paused)
-        await self._pool.announce_serving()
-
-    async def _each(self, servers: list[Server], step: Callable[[Server], Awaitable[None]]) -> list[Server]:
-        """Those for which the step succeeded; the others are out."""
-        servers = [server for server in servers if server.state is not ServerState.OUT]
-        results = await asyncio.gather(*(step(server) for server in servers), return_exceptions=True)
-        for server, result in zip(servers, results, strict=True):
-            if isinstance(result, ServerLostError | ServerRefusedError | LoadRefusedError):
-                self._pool.take_out(server, str(result), restart=True)
-            elif isinstance(result, BaseException) and server.state is not ServerState.OUT:
-                raise result
-        return [server for server in servers if server.state is not ServerState.OUT]
-
-    async def _pause(self, server: Server) -> None:
-        await server.client.pause("retract")
-        server.move(ServerState.PAUSED)
-
-    async def _load(self, server: Server, target: Published, path: str) -> None:
-        server.move(ServerState.LOADING)
-        await server.client.load(path, target.name)
-        answered = str((await server.client.model_info()).get("weight_version"))
-        if answered != target.name and not (answered.isdigit() and int(answered) == version_number(target.name)):
-            raise LoadRefusedError(f"loaded {target.name} but answers with version {answered}")
-
-    async def _resume(self, server: Server, target: Published) -> None:
-        server.served, server.served_name = target.version, target.name
-        await server.client.resume()
-        server.move(ServerState.SERVING)
 
     def _is_served(self, target: Published) -> bool:
         rotation = self._pool.in_rotation()

@@ -262,3 +262,23 @@ def test_no_server_at_all_stops_the_run_after_its_deadline(tmp_path: Path) -> No
         assert "none is registered" in status["fatal"]["message"]
 
     driven(scenario, tmp_path, "rollout.server_deadline=1", "rollout.setup_timeout=1", servers=0)
+
+
+def test_a_flapping_server_is_left_out_and_named(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        run.servers[1].fail_loads = 100
+        await run.publish(0)
+        for _ in range(6):
+            await run.until(lambda s: s["servers"].get("server-1", {}).get("state") == "out", "its load failed again")
+            calls = len(run.servers[1].calls)
+            run.servers[1].started += 1  # its daemon starts it again
+            if "server-1" in (await run.client.get("/status"))["left_out"]:
+                break
+            while len(run.servers[1].calls) == calls:
+                await asyncio.sleep(0.01)
+        status = await run.client.get("/status")
+        assert "left out: out 6 times in a row" in status["servers"]["server-1"]["reason"]
+        assert "shapes differ" in status["left_out"]["server-1"]
+        assert (await run.batch(1))["ready"], "the other one works"
+
+    driven(scenario, tmp_path)
