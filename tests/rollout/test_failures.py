@@ -274,7 +274,7 @@ def test_a_flapping_server_is_left_out_and_named(tmp_path: Path) -> None:
             run.servers[1].started += 1  # its daemon starts it again
             if "server-1" in (await run.client.get("/status"))["left_out"]:
                 break
-            while len(run.servers[1].calls) == calls:
+            while len(run.servers[1].calls) == calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         status = await run.client.get("/status")
         assert "left out: out 6 times in a row" in status["servers"]["server-1"]["reason"]
