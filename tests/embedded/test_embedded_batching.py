@@ -173,3 +173,38 @@ def test_other_dtypes_serve_too(checkpoints: dict[str, Path], dtype: torch.dtype
         answer = remote.generate(*question, max_new_tokens=3, ignore_eos=True)
         assert len(answer["output_ids"]) == 3
         assert abs(logprobs(answer)[0] - logprobs(expected)[0]) < exact
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_joining_leaving_and_retracting_changes_an_answer(checkpoints: dict[str, Path], seed: int) -> None:
+    """Random arrivals, removals and retractions: whoever ends has the tokens that it would have had alone."""
+    rng = np.random.default_rng(seed)
+    server = build(checkpoints["text"], max_running_requests=5, max_prefill_tokens=60)
+    batch = server.engine.batch
+    prompts = [rng.integers(0, 250, int(rng.integers(1, 40))).tolist() for _ in range(8)]
+    requests, removed = [], set()
+    for number in range(24):
+        sampling = {"max_new_tokens": int(rng.integers(1, 15)), "sampling_seed": number, "temperature": 1.3}
+        requests.append((prompts[int(rng.integers(8))], sampling))
+    made = [engine_request(server, str(i), ids, **sampling) for i, (ids, sampling) in enumerate(requests)]
+    ahead = list(made)
+    for _ in range(400):
+        batch.waiting.extend(ahead[: (joins := int(rng.integers(0, 3)))])
+        del ahead[:joins]
+        if rng.random() < 0.1:
+            batch.retract()
+        if rng.random() < 0.1 and (here := [*batch.waiting, *batch.running]):
+            gone = here[int(rng.integers(len(here)))]
+            with torch.inference_mode():  # as in the engine's thread
+                batch.remove(gone)
+            removed.add(gone.rid)
+        steps(server, 1)
+        assert len(batch.running) <= 5
+    assert not ahead and not batch.waiting and not batch.running
+    assert 0 < len(removed) < 20
+    for request, (ids, sampling) in zip(made, requests, strict=True):
+        expected = alone(checkpoints, "text", "x", ids, **sampling)
+        count = len(request.output_ids)
+        assert request.done or request.rid in removed
+        assert request.output_ids == expected.output_ids[:count]
+        np.testing.assert_allclose(request.logprobs, expected.logprobs[:count], atol=1e-5)
