@@ -29,7 +29,7 @@ _SAVED_OPS = [
 ]
 
 
-def parallelize(model: Any, mesh: Mesh, actor: Any) -> None:
+def parallelize(model: Any, mesh: Mesh, actor: Any, *, one_unit_below: int = ONE_UNIT_BELOW) -> None:
     """Prepares `model` (on meta or loaded) in place, as the section `actor` says."""
     if actor.freeze_vision and getattr(model, "visual", None) is not None:
         model.visual.requires_grad_(False)
@@ -39,7 +39,7 @@ def parallelize(model: Any, mesh: Mesh, actor: Any) -> None:
     if mesh.fsdp is None or (mesh.size == 1 and compute == master_dtype(compute)):
         return
     units = model.fsdp_units()
-    if sum(p.numel() for p in model.parameters()) < ONE_UNIT_BELOW:
+    if sum(p.numel() for p in model.parameters()) < one_unit_below:
         units = units[-1:]
     policy = actor.archon.reshard_after_forward_policy
     shard(
