@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -87,63 +86,67 @@ def test_what_a_dead_publisher_left_is_swept(tmp_path, tensors, publish_alone) -
 
 
 RANK = """
-import os, sys, json, datetime, time
+import datetime, json, resource, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from core.weights.publish import publish
-rank, world, root, mode = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+rank, world, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 store = dist.FileStore(str(root / "store"), world)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
 torch.manual_seed(0)
 everything = {f"layer.{i}.weight": torch.randn(50, 40 + i) for i in range(7)}
-mine = {name: tensor for i, (name, tensor) in enumerate(everything.items()) if i % world == rank}
-if mode == "twice":
-    mine = everything
-if mode == "full" and rank == 1:
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 def gather(item):
     out = [None] * world
     dist.all_gather_object(out, item)
     return out
-dist.barrier()
-start = time.perf_counter()
-try:
-    manifest = publish(root / "weights", "v000003-r2", mine, root / "aux", rank=rank, world=world, gather=gather,
-                       barrier=dist.barrier, version=3, generation=2, lineage=[(0, 0), (3, 2)])
-    print(json.dumps({"digest": manifest.digest, "secs": time.perf_counter() - start}))
-except Exception as error:
-    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+answers = {}
+for mode in ("plain", "full", "twice"):
+    mine = {name: tensor for i, (name, tensor) in enumerate(everything.items()) if i % world == rank or mode == "twice"}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if mode == "full" and rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        manifest = publish(root / mode, "v000003-r2", mine, root / "aux", rank=rank, world=world, gather=gather,
+                           barrier=dist.barrier, version=3, generation=2, lineage=[(0, 0), (3, 2)])
+        answers[mode] = {"digest": manifest.digest}
+    except Exception as error:
+        answers[mode] = {"error": type(error).__name__, "message": str(error)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+print(json.dumps(answers))
 dist.barrier()
 """
 
 
-def run_ranks(root: Path, world: int, mode: str) -> list[dict]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """Two gloo ranks that publish three times: as they should, with rank 1's disk full, and one tensor on both."""
+    root = tmp_path_factory.mktemp("ranks")
     (root / "aux").mkdir()
     (root / "aux" / "config.json").write_text("{}")
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
     children = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(root), mode],
+            [sys.executable, "-c", RANK, str(rank), "2", str(root)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
             env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
-        for rank in range(world)
+        for rank in range(2)
     ]
     try:
-        return [json.loads(child.communicate(timeout=90)[0]) for child in children]
+        return root, [json.loads(child.communicate(timeout=100)[0]) for child in children]
     finally:
         for child in children:
             child.kill()
+            child.wait()
 
 
-def test_ranks_write_in_parallel_one_file_each(tmp_path) -> None:
-    answers = run_ranks(tmp_path, 2, "plain")
-    assert answers[0]["digest"] == answers[1]["digest"]
-    directory = tmp_path / "weights" / "v000003-r2"
-    manifest = read_manifest(directory, answers[0]["digest"])
+def test_ranks_write_in_parallel_one_file_each(ranks: tuple[Path, list[dict]]) -> None:
+    root, answers = ranks
+    digest = answers[0]["plain"]["digest"]
+    assert answers[1]["plain"]["digest"] == digest
+    directory = root / "plain" / "v000003-r2"
+    manifest = read_manifest(directory, digest)
     assert (manifest.version, manifest.generation, manifest.lineage) == (3, 2, ((0, 0), (3, 2)))
     verify(directory, manifest)
     torch.manual_seed(0)
@@ -157,12 +160,14 @@ def test_ranks_write_in_parallel_one_file_each(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("mode", "kind", "words"), [("full", "DiskFullError", "rank 1"), ("twice", "WeightsError", "two ranks")]
 )
-def test_a_rank_that_fails_fails_all_and_leaves_nothing(tmp_path, mode, kind, words) -> None:
-    answers = run_ranks(tmp_path, 2, mode)
-    assert [answer["error"] for answer in answers] == [kind, kind]
-    assert all(words in answer["message"] for answer in answers), answers
-    assert versions(tmp_path / "weights") == []
-    assert list((tmp_path / "weights").glob(".tmp*")) == []
+def test_a_rank_that_fails_fails_all_and_leaves_nothing(
+    ranks: tuple[Path, list[dict]], mode: str, kind: str, words: str
+) -> None:
+    root, answers = ranks
+    assert [answer[mode]["error"] for answer in answers] == [kind, kind]
+    assert all(words in answer[mode]["message"] for answer in answers), answers
+    assert versions(root / mode) == []
+    assert list((root / mode).glob(".tmp*")) == []
 
 
 def test_a_tiny_version_is_published_and_fetched_in_a_fraction_of_the_sync_budget(tmp_path, publish_alone) -> None:
