@@ -6,9 +6,11 @@ can fail. No transport here.
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 
@@ -28,12 +30,33 @@ class LoadRefusedError(Exception):
     """A server did not take a version, or takes it under another name."""
 
 
+class Images:
+    """The PNGs of a prompt, encoded once for all samples of a group and in the way of each backend once."""
+
+    def __init__(self, pngs: Sequence[bytes] = ()) -> None:
+        self._pngs = pngs
+        self._encoded: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._pngs)
+
+    @cached_property
+    def urls(self) -> list[str]:
+        return ["data:image/png;base64," + base64.b64encode(png).decode() for png in self._pngs]
+
+    def encoded(self, backend: str, encode: Callable[[list[str]], bytes]) -> bytes:
+        if backend not in self._encoded:
+            self._encoded[backend] = encode(self.urls)
+        return self._encoded[backend]
+
+
 @dataclass(frozen=True)
 class Request:
-    """`body` is the JSON of prompt and images, without its braces: the samples of a group share it."""
+    """Ids with ONE placeholder per image, the images, and SGLang's names of sampling parameters."""
 
     rid: str
-    body: bytes
+    input_ids: Sequence[int]
+    images: Images
     sampling: dict[str, Any]
 
 
@@ -64,7 +87,7 @@ class InferenceClient(Protocol):
 
     async def abort(self, rid: str = "", *, everything: bool = False) -> None: ...
 
-    async def pause(self, mode: str = "retract") -> None: ...
+    async def pause(self) -> None: ...
 
     async def load(self, path: str, version: str) -> None: ...
 

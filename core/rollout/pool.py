@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from core.inference.client import Generation, InferenceClient, Request, ServerLostError, ServerRefusedError
+from core.inference.client import Generation, Images, InferenceClient, Request, ServerLostError, ServerRefusedError
 from core.rollout.servers import Server, ServerState
 
 Registry = Callable[[], Awaitable[dict[str, Any]]]
@@ -201,7 +201,7 @@ class ServerPool:
 
     async def _probe(self, server: Server) -> None:
         """One token with a deadline: an idle server's /health says 200 long after it is dead."""
-        request = Request(f"probe-{server.name}-{time.time_ns()}", b'"input_ids": [0]', {"max_new_tokens": 1})
+        request = Request(f"probe-{server.name}-{time.time_ns()}", [0], Images(), {"max_new_tokens": 1})
         try:
             await asyncio.wait_for(server.generate(request, stream=False, partial=Generation()), self._deadline)
         except (ServerLostError, ServerRefusedError, TimeoutError) as error:

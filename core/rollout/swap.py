@@ -52,7 +52,7 @@ async def _each(pool: ServerPool, servers: Sequence[Server], step: Callable[[Ser
 
 
 async def _pause(server: Server) -> None:
-    await server.client.pause("retract")
+    await server.client.pause()
     server.move(ServerState.PAUSED)
 
 

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from core.config.generation import Generation as GenerationConfig
-from core.inference.client import Generation, Request, ServerLostError, ServerRefusedError
-from core.inference.sglang import prompt_body
+from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.rewards.pool import Score
 from core.rl.trajectory import Group, ImageRef, Sample, group_id_of
 from core.rollout.pool import ServerPool
@@ -119,16 +118,15 @@ class Workflow:
     ) -> Group:
         """Raises GroupVoidError. A group is whole: one failed sample voids it and stops the others."""
         params = self._params(prompt, generation)
-        prefix = prompt_body(prompt.input_ids, pngs)
+        images = Images(pngs)
         group_id = group_id_of(prompt.epoch, prompt.position)
         first = await self._pool.acquire()
         first.groups += 1
         answers = [
             _Answer(
                 prompt,
-                list(pngs),
+                images,
                 {**params, "sampling_seed": sampling_seed(self._settings.seed, prompt.epoch, prompt.prompt_id, i)},
-                prefix,
                 f"{group_id}-{i}",
                 check_ids,
             )
@@ -253,9 +251,8 @@ class _Answer:
     def __init__(
         self,
         prompt: Prompt,
-        pngs: list[bytes],
+        images: Images,
         params: dict[str, Any],
-        prefix: bytes,
         sample_id: str,
         check_ids: bool,
     ) -> None:
@@ -264,9 +261,8 @@ class _Answer:
         self.expanded_ids = prompt.expanded_ids
         self.restarts = 0
         self.continuations = 0
-        self._pngs = pngs
+        self._images = images
         self._params = params
-        self._prefix = prefix
         self._check_ids = check_ids
         self._clear()
 
@@ -282,10 +278,8 @@ class _Answer:
 
     def request(self) -> Request:
         rid = f"{self.sample_id}-{self.restarts}-{self.continuations}-{_PROCESS}.{next(_REQUESTS)}"
-        if not self.output_ids:
-            return Request(rid, self._prefix, self._params)
-        body = prompt_body([*self.prompt.input_ids, *self.output_ids], self._pngs)
-        return Request(rid, body, continued(self._params, len(self.output_ids)))
+        ids = [*self.prompt.input_ids, *self.output_ids]
+        return Request(rid, ids, self._images, continued(self._params, len(self.output_ids)))
 
     def fits(self, generation: Generation) -> bool:
         whole = len(generation.output_ids) == len(generation.logprobs) == len(generation.versions)
