@@ -47,8 +47,8 @@ class Actor(TrainEngine):
     overlong_tokens: Annotated[int, Field(ge=1)] | None = None
     overlong_penalty_factor: float | None = None
     mask_no_eos_with_zero: bool = False
-    discount: Annotated[float, NotBuilt()] = 1.0
-    gae_lambda: Annotated[float, NotBuilt()] = 1.0
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     adv_norm: Norm | None = None
     kl_ctl: Annotated[float, Field(ge=0)] = 0.1  # not written counts as 0 where there is no ref
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -60,7 +60,7 @@ class Actor(TrainEngine):
     behave_imp_weight_cap: Annotated[float, Field(gt=0)] | None = 5.0
     behave_imp_weight_mode: ImpWeightMode = "token_mask"
     rejection_sampling: RejectionSampling | None = None
-    importance_sampling_level: Annotated[Literal["token", "sequence"], NotBuilt()] = "token"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     prox_logp_method: Annotated[Literal["recompute", "loglinear", "metrics"], NotBuilt()] = "recompute"
     max_new_tokens: Annotated[int, Field(ge=1)] = 1024
     freeze_vision: bool = False  # ours

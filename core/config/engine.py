@@ -16,11 +16,11 @@ class MicroBatchSpec(Section):
     granularity: Annotated[int, Field(ge=1)] = 1
     max_tokens_per_mb: Annotated[int, Field(ge=1)] | None = None
     n_mbs_divisor: Annotated[int, Field(ge=1)] = 1
-    packing_algorithm: Literal["ffd"] = "ffd"
+    packing_algorithm: Literal["ffd", "kk"] = "ffd"
 
 
 class Optimizer(Section):
-    type: Annotated[Literal["adam", "sgd", "adam_bf16"], NotBuilt()] = "adam"
+    type: Annotated[Literal["adam", "sgd", "adam_bf16"], NotBuilt(("adam", "sgd"))] = "adam"
     lr: Annotated[float, Field(ge=0)] = 0.001
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

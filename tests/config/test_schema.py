@@ -108,7 +108,7 @@ def test_a_misspelled_foreign_key_gets_the_nearest_name() -> None:
         ("actor.use_sapo_loss=true", "actor.use_sapo_loss"),
         ("scheduler.type=slurm", "scheduler.type"),
         ("scheduler.type=ray", "scheduler.type"),
-        ("actor.optimizer.type=sgd", "actor.optimizer.type"),
+        ("actor.optimizer.type=adam_bf16", "actor.optimizer.type"),
         ("actor.archon.ac_mode=memory_budget", "actor.archon.ac_mode"),
         ("actor.archon.attn_type=tree", "actor.archon.attn_type"),
         ("dynamic_bs=true", "dynamic_bs"),
