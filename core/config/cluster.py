@@ -26,7 +26,7 @@ class Cluster(Section):
 
 
 class Scheduler(Section):
-    type: Annotated[Literal["local", "slurm", "ray"] | None, NotBuilt((None, "local"))] = None
+    type: Annotated[Literal["local", "slurm", "ray"] | None, NotBuilt((None, "local", "slurm"))] = None
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "endpoint": Foreign("http://localhost:8081"),

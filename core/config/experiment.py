@@ -13,6 +13,7 @@ from core.config.generation import Generation
 from core.config.periodic import Evaluator, Recover, Saver
 from core.config.rollout import Embedded, Rollout
 from core.config.servers import SGLang, Vllm
+from core.config.slurm import Slurm
 from core.config.stats import PerfTracer, StatsLogger
 
 # (a key that is not written, the key whose value it then takes)
@@ -68,7 +69,7 @@ class Config(Section):
     paths: Paths = Paths()
     weight_sync: WeightSync = WeightSync()
     embedded: Embedded = Embedded()
-    slurm: dict[str, Any] = Field(default={})
+    slurm: Slurm = Slurm()
     ray: dict[str, Any] = Field(default={})
 
     @model_validator(mode="before")

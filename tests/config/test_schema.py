@@ -106,7 +106,6 @@ def test_a_misspelled_foreign_key_gets_the_nearest_name() -> None:
         ("actor.use_lora=true", "actor.use_lora"),
         ("critic.path=x", "critic"),
         ("actor.use_sapo_loss=true", "actor.use_sapo_loss"),
-        ("scheduler.type=slurm", "scheduler.type"),
         ("scheduler.type=ray", "scheduler.type"),
         ("actor.optimizer.type=adam_bf16", "actor.optimizer.type"),
         ("actor.archon.ac_mode=memory_budget", "actor.archon.ac_mode"),

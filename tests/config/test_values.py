@@ -35,11 +35,9 @@ def test_false_is_expressible_where_true_is_the_default(read) -> None:
 
 
 def test_slurm_times_are_not_sexagesimal(read) -> None:
-    assert read("slurm: {time: 1:30:00, partition: gpu, nodes: 2}\n").slurm == {
-        "time": "1:30:00",
-        "partition": "gpu",
-        "nodes": 2,
-    }
+    slurm = read("slurm: {time: 1:30:00, partition: gpu, training: {time: 30:00}}\n").slurm
+    assert (slurm.time, slurm.partition) == ("1:30:00", "gpu")
+    assert (slurm.of("training").time, slurm.of("inference").time) == ("30:00", "1:30:00")
 
 
 def test_untyped_values_keep_their_yaml_types(read) -> None:

@@ -249,7 +249,7 @@ def test_fewer_gpus_than_planned_names_emulate(recipe: Recipe, monkeypatch: pyte
 
 def test_settle_refuses_what_is_not_built(recipe: Recipe) -> None:
     with pytest.raises(PlanError) as caught:
-        settle(recipe("allocation_mode=sglang:d4+d4", "scheduler.type=slurm", "actor.use_lora=true"), emulated=False)
+        settle(recipe("allocation_mode=sglang:d4+d4", "scheduler.type=ray", "actor.use_lora=true"), emulated=False)
     said = str(caught.value)
     assert "sglang servers" in said and "scheduler.type" in said and "actor.use_lora" in said
 
