@@ -16,6 +16,7 @@ import pytest
 
 from core.config import load
 from core.rpc.client import Client
+from launcher.emulate import tiny_checkpoint
 from launcher.launch import begin
 from launcher.node.local_dir import local_root
 from launcher.node.specs import REPOSITORY
@@ -84,14 +85,23 @@ class FakeRun:
         return local_root(None, self.plan.run_id, self.run_dir)
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """paths.cache with the tiny checkpoint, so that a resume can plan again."""
+    root = tmp_path_factory.mktemp("cache")
+    tiny_checkpoint(root)
+    return root
+
+
 @pytest.fixture
-def fake_run(tmp_path: Path) -> Iterator[Callable[..., FakeRun]]:
+def fake_run(tmp_path: Path, cache: Path) -> Iterator[Callable[..., FakeRun]]:
     made: list[FakeRun] = []
 
     def make(
         name: str = "t", *, overrides: tuple[str, ...] = (), behaviour: dict[str, str] | None = None, **plan: Any
     ) -> FakeRun:
-        place = (f"cluster.fileroot={tmp_path}", f"trial_name={name}", "recover.mode=disabled")
+        place: tuple[str, ...] = (f"cluster.fileroot={tmp_path}", f"trial_name={name}", "recover.mode=disabled")
+        place += (f"paths.cache={cache}", f"actor.path={tiny_checkpoint(cache)}")
         config = load(REPOSITORY / "configs" / "smoke.yaml", [*place, *overrides])
         launch = begin(config, made_plan(**plan))
         made.append(FakeRun(launch.run_dir, launch.plan))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> Any:
+def until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> Any:
     """Polls until the condition is truthy and returns its value; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:

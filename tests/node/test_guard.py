@@ -39,7 +39,7 @@ sys.exit(5)
 
 
 def pid_in(path: Path) -> int:
-    return int(until(lambda: path.exists() and path.read_text()))
+    return int(until(path.exists) and path.read_text())
 
 
 class Tree:
@@ -56,10 +56,7 @@ class Tree:
                 stderr=log,
                 start_new_session=True,
             )
-        self.child, self.grandchild = (
-            int(until(lambda n=name: (where / n).exists() and (where / n).read_text()))
-            for name in ("child", "grandchild")
-        )
+        self.child, self.grandchild = pid_in(where / "child"), pid_in(where / "grandchild")
 
     def gone(self) -> bool:
         return not alive(self.child) and not alive(self.grandchild)
@@ -153,9 +150,7 @@ def test_a_killed_parent_ends_the_tree(tmp_path: Path) -> None:
     words = [sys.executable, "-S", "-E", "-P", str(GUARD), "--grace", "0.5", "--"]
     words += [sys.executable, "-c", TREE, str(tmp_path), "ignore", "600"]
     parent = subprocess.Popen([sys.executable, "-c", parent_code, *words], stderr=subprocess.DEVNULL)
-    pids = [
-        int(until(lambda n=n: (tmp_path / n).exists() and (tmp_path / n).read_text())) for n in ("child", "grandchild")
-    ]
+    pids = [pid_in(tmp_path / "child"), pid_in(tmp_path / "grandchild")]
     parent.kill()
     parent.wait()
     until(lambda: not any(alive(pid) for pid in pids), 20)

@@ -59,7 +59,7 @@ def test_training_alone_has_no_rollout(fake_run: Make) -> None:
     assert {each["name"] for each in run.started()} == {"data", "rank-0", "rank-1"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_everything(fake_run: Make, number: signal.Signals) -> None:
     run = fake_run(behaviour={"rank-0": "serve", "rank-1": "serve"})
     launcher = run.launch()
@@ -72,9 +72,9 @@ def test_a_signal_to_the_launcher_ends_everything(fake_run: Make, number: signal
 
 
 def test_a_second_ctrl_c_does_not_wait(fake_run: Make) -> None:
-    run = fake_run(behaviour=dict.fromkeys(("data", "rollout", "server-0", "rank-0", "rank-1"), "hang"))
+    run = fake_run(servers=0, behaviour=dict.fromkeys(("data", "rank-0", "rank-1"), "hang"))
     launcher = run.launch()
-    run.await_started(ALL)
+    run.await_started(3)
     launcher.send_signal(signal.SIGINT)
     launcher.send_signal(signal.SIGINT)
     finished(launcher)
@@ -119,7 +119,7 @@ def test_two_runs_started_in_the_same_second_both_finish(fake_run: Make) -> None
 
 
 def test_a_child_that_dies_at_once_again_and_again_ends_the_run(fake_run: Make) -> None:
-    run = fake_run(behaviour={"data": "die", "rank-0": "serve", "rank-1": "serve"})
+    run = fake_run(servers=0, behaviour={"data": "die", "rank-0": "serve", "rank-1": "serve"})
     code, said = finished(run.launch())
     assert (code, run.state.phase) == (1, "failed")
     assert run.state.error and run.state.error.process == "data"
@@ -149,18 +149,17 @@ def test_a_run_whose_only_server_flaps_fails(fake_run: Make) -> None:
 
 
 def test_a_service_that_dies_is_started_again(fake_run: Make) -> None:
-    run = fake_run(behaviour={"data": "die_once", "rollout": "exit0", "rank-0": "serve", "rank-1": "serve"})
-    run.behave(data="die_once", rank_0="serve", rank_1="serve")
+    run = fake_run(servers=0, behaviour={"data": "die_once", "rank-0": "serve", "rank-1": "serve"})
     launcher = run.launch()
     until(lambda: len([each for each in run.started() if each["name"] == "data"]) == 2, 90)
-    until(lambda: run.daemon().get("/registry")["services"].keys() == {"data", "rollout", "trainer"}, 90)
+    until(lambda: run.daemon().get("/registry")["services"].keys() == {"data", "trainer"}, 90)
     assert "=== start 2" in run.run_dir.log(1, "training", 0, "data").read_text()
     run.daemon().post("/stop", {})
     finished(launcher)
 
 
 def test_a_rank_that_dies_ends_the_run_without_recovery(fake_run: Make) -> None:
-    run = fake_run(behaviour={"rank-0": "serve", "rank-1": "die"})
+    run = fake_run(servers=0, behaviour={"rank-0": "serve", "rank-1": "die"})
     code, said = finished(run.launch())
     assert code == 1
     assert run.state.error and run.state.error.process == "rank-1"
@@ -168,18 +167,20 @@ def test_a_rank_that_dies_ends_the_run_without_recovery(fake_run: Make) -> None:
 
 
 def test_a_rank_that_dies_is_restarted_with_all_others(fake_run: Make) -> None:
-    run = fake_run(overrides=("recover.mode=on",), behaviour={"rank-1": "die_once", "rank-0": "serve"})
+    run = fake_run(servers=0, overrides=("recover.mode=on",), behaviour={"rank-1": "die_once", "rank-0": "serve"})
     launcher = run.launch()
     until(lambda: {(e["name"], e["generation"]) for e in run.started()} >= {("rank-0", 1), ("rank-1", 1)}, 90)
     until(lambda: run.daemon().get("/registry")["generation"] == 1, 60)
     assert run.state.generation == 1
-    assert len([each for each in run.started() if each["name"] in ("data", "rollout", "server-0")]) == 3
+    assert len([each for each in run.started() if each["name"] == "data"]) == 1
     run.daemon().post("/stop", {})
     finished(launcher)
 
 
 def test_ranks_are_not_restarted_for_ever(fake_run: Make) -> None:
-    run = fake_run(overrides=("recover.mode=on", "recover.retries=2"), behaviour={"rank-0": "serve", "rank-1": "die"})
+    run = fake_run(
+        servers=0, overrides=("recover.mode=on", "recover.retries=2"), behaviour={"rank-0": "serve", "rank-1": "die"}
+    )
     assert finished(run.launch())[0] == 1
     assert max(each["generation"] for each in run.started()) == 2
     assert run.state.generation == 2
