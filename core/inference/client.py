@@ -105,3 +105,13 @@ def version_number(name: str | int) -> int:
     """The number in a version's name on a server: v000012-r1 and 12 are both 12. Raises ValueError otherwise."""
     match = _NAMED_VERSION.fullmatch(str(name))
     return int(match.group(1)) if match else int(name)
+
+
+def spread(spans: list[dict[str, Any]], count: int) -> list[int]:
+    """Spans of versions as one version a token; raises where they leave a gap."""
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise ServerRefusedError(f"weight_versions leave a gap before token {span['start']}: {spans}")
+        versions += [version_number(span["version"])] * (span["end"] - span["start"])
+    return versions[:count]

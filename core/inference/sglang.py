@@ -23,6 +23,7 @@ from core.inference.client import (
     Request,
     ServerLostError,
     ServerRefusedError,
+    spread,
     version_number,
 )
 from core.inference.connection import Connection, events
@@ -145,9 +146,4 @@ def versions_of(meta: dict[str, Any], count: int) -> list[int]:
     spans = meta.get("weight_versions")
     if not spans:
         return [version_number(meta["weight_version"])] * count if "weight_version" in meta else []
-    versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions):
-            raise ServerRefusedError(f"weight_versions leave a gap before token {span['start']}: {spans}")
-        versions += [version_number(span["version"])] * (span["end"] - span["start"])
-    return versions[:count]
+    return spread(spans, count)
