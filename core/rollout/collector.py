@@ -69,6 +69,7 @@ class Collector:
         self._blocked_secs = 0.0
         self._blocked_at_last = 0.0
         self._busy_at_last = 0.0
+        self._halted = False
         self.formed = 0
         self.ended = False
 
@@ -87,6 +88,10 @@ class Collector:
         self._source = PromptSource(self._data, "train", cursor, ahead=2 * self._limits.batch_size)
         self._last_formed = time.monotonic()
         print(f"rollout goes on behind batch {self.formed} (trainer at step {step}), data from {cursor}", flush=True)
+
+    def halt(self) -> None:
+        """Starts no more groups: the run has failed."""
+        self._halted = True
 
     def wake(self) -> None:
         """Something changed that admission depends on."""
@@ -165,7 +170,7 @@ class Collector:
 
     async def _admit_some(self, source: PromptSource) -> bool:
         """False behind the last prompt that will ever be started."""
-        while (served := self._pool.served()) is not None:
+        while not self._halted and (served := self._pool.served()) is not None:
             if capacity(self._limits, self._buffer.counts(), served) == 0:
                 total = self._limits.total_batches
                 return total is None or self.formed < total

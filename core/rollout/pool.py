@@ -49,6 +49,7 @@ class ServerPool:
         self._flaps: dict[str, int] = {}
         self._barred: dict[str, float] = {}
         self._returning: set[str] = set()
+        self._retired: set[InferenceClient] = set()
         self._serving_again = asyncio.Condition()
         self._background: set[asyncio.Task] = set()
         self._none_since = time.monotonic()
@@ -139,7 +140,8 @@ class ServerPool:
     async def close(self) -> None:
         for task in list(self._background):
             task.cancel()
-        await asyncio.gather(*(server.client.close() for server in self.servers.values()), return_exceptions=True)
+        clients = {server.client for server in self.servers.values()} | self._retired
+        await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
 
     def status(self) -> dict[str, Any]:
         return {
@@ -182,8 +184,13 @@ class ServerPool:
 
     def _replace(self, known: Server, row: dict[str, Any]) -> None:
         self._busy_of_the_gone += known.busy_secs()
-        self._spawn(known.client.close())
+        self._retired.add(known.client)
+        self._spawn(self._retire(known.client))
         self._add(known.name, row)
+
+    async def _retire(self, client: InferenceClient) -> None:
+        await client.close()
+        self._retired.discard(client)
 
     async def _return(self, known: Server, row: dict[str, Any]) -> None:
         """The same process as before, said to be up: it must answer before it is taken in again."""

@@ -136,6 +136,7 @@ class Session:
         if self.fatal is not None:
             return
         self.fatal = {"message": message, "traceback": first_traceback}
+        self.collector.halt()
         print(f"rollout stops: {message}\n{first_traceback}", file=sys.stderr, flush=True)
         self._stopping.set()
 
