@@ -5,15 +5,11 @@ Owns when one is asked for and what becomes of its result; the rollout service r
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from core.rpc.errors import RpcError
 from launcher.roles.training.metrics import Record
 from launcher.roles.training.setup import Session
-
-POLL_SECS = 0.05
-WAIT_SECS = 20
 
 
 class Evaluations:
@@ -32,31 +28,26 @@ class Evaluations:
         self.session.services.post("rollout", "/evaluate", body, request_id=f"evaluate-{identity}")
         self._running[identity] = (name, step)
 
-    def collect(self) -> None:
-        """Records those that have finished."""
-        for identity in list(self._running):
-            self._ask(identity, wait=0)
+    @property
+    def running(self) -> bool:
+        return bool(self._running)
 
-    def finish(self, deadline_secs: float) -> None:
-        """Waits for all of them; what takes longer is noted and left."""
-        deadline = time.monotonic() + deadline_secs
-        while self._running and time.monotonic() < deadline:
-            self._ask(next(iter(self._running)), wait=WAIT_SECS)
+    def collect(self, wait: int = 0) -> None:
+        """Records those that have finished; waits up to `wait` seconds for the first of them."""
+        for identity in list(self._running):
+            self._ask(identity, wait=wait)
+            wait = 0
+
+    def give_up(self, secs: float) -> None:
+        """Notes those that are still running after `secs` and forgets them."""
         for name, step in self._running.values():
-            self.record.note("warning", f"evaluation {name} of step {step} was not done within {deadline_secs:.0f} s")
+            self.record.note("warning", f"evaluation {name} of step {step} was not done within {secs:.0f} s")
         self._running.clear()
 
-    def wait_served(self, version: int, deadline_secs: float) -> None:
-        """Returns when every server answers with at least `version`."""
-        deadline = time.monotonic() + deadline_secs
-        while True:
-            served = self.session.services.get("rollout", "/served")["served"]
-            if served is not None and served >= version:
-                return
-            if time.monotonic() >= deadline:
-                self.record.note("warning", f"servers are at version {served}, not at {version}: evaluating anyway")
-                return
-            time.sleep(POLL_SECS)
+    def is_served(self, version: int) -> bool:
+        """Whether every server answers with at least `version`."""
+        served = self.session.services.get("rollout", "/served")["served"]
+        return served is not None and served >= version
 
     def _ask(self, identity: str, *, wait: int) -> None:
         name, step = self._running[identity]

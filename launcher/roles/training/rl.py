@@ -17,7 +17,8 @@ from launcher.roles.training.recovery import Progress, Recovery
 from launcher.roles.training.setup import Session
 from launcher.roles.training.steps import Index, Outcome, make_index, read_index, train_step
 
-WAIT_SECS = 1.0  # of one question for a batch: in between, all ranks look for signals
+WAIT_SECS = 1  # of one question to the rollout service: in between, all ranks look for signals
+POLL_SECS = 0.05
 BAD_STEPS_IN_A_ROW = 3
 FINAL_EVALUATION_SECS = 1800.0
 
@@ -92,10 +93,10 @@ class RLLoop:
         self.progress.lineage = self.publisher.lineage
         self.record.phase("publishing")
         self.publisher.publish(self.progress.step)
-        config = self.session.config
-        if self.session.is_first and config.evaluator.eval_before_train and self.evaluates and not self.progress.step:
-            self.evaluations.wait_served(0, config.rollout.setup_timeout)
-            self.evaluations.start(0, hold=True)
+        if self.session.config.evaluator.eval_before_train and self.evaluates and not self.progress.step:
+            self._wait_served(0)
+            if self.session.is_first:
+                self.evaluations.start(0, hold=True)
 
     def _next_batch(self) -> tuple[Index | None, dict[str, Any]]:
         """The next batch's index on every rank and its stats on rank 0; None at the end."""
@@ -123,7 +124,7 @@ class RLLoop:
         self.whole = False
 
     def _agree(self, value: bool) -> bool:
-        """Rank 0's answer (clocks differ)."""
+        """Rank 0's answer, on every rank (clocks differ)."""
         return bool(self.session.exchange.broadcast(value))
 
     def _judge(self, outcome: Outcome) -> None:
@@ -188,15 +189,34 @@ class RLLoop:
             self.publisher.save_hub(step)
         if self.recovery.enabled and self.recovery.saved_step != step:
             self.recovery.save(self.progress)
-        if self.session.is_first and self.evaluates:
+        if self.evaluates:
             self.record.phase("evaluating")
-            self.evaluations.wait_served(step, self.session.config.rollout.setup_timeout)
-            self.evaluations.start(step, hold=True)
-            if self.has_images:
-                # the control: a model that looks at its images is lost when it is shown another prompt's
-                self.evaluations.start(step, name="valid-shuffled", hold=True, shuffle_images=True)
-            self.evaluations.finish(FINAL_EVALUATION_SECS)
+            self._wait_served(step)
+            if self.session.is_first:
+                self.evaluations.start(step, hold=True)
+                if self.has_images:
+                    # the control: a model that looks at its images is lost when it is shown another prompt's
+                    self.evaluations.start(step, name="valid-shuffled", hold=True, shuffle_images=True)
+        self._finish_evaluations()
         self.record.phase("done")
+
+    def _wait_served(self, version: int) -> None:
+        """Collective: until every server answers with `version`. Ranks meet all the while, so that none times out."""
+        deadline = time.monotonic() + self.session.config.rollout.setup_timeout
+        while self._agree(self.session.is_first and not self.evaluations.is_served(version)):
+            self.session.stop.check()
+            if self._agree(time.monotonic() >= deadline):
+                self.record.note("warning", f"not every server is at version {version}: evaluating anyway")
+                return
+            time.sleep(POLL_SECS)
+
+    def _finish_evaluations(self) -> None:
+        """Collective: until all evaluations are done, or have taken too long."""
+        deadline = time.monotonic() + FINAL_EVALUATION_SECS
+        while self._agree(self.evaluations.running and time.monotonic() < deadline):
+            self.session.stop.check()
+            self.evaluations.collect(wait=WAIT_SECS)
+        self.evaluations.give_up(FINAL_EVALUATION_SECS)
 
 
 _FROM_STATS = (

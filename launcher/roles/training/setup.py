@@ -25,7 +25,7 @@ from launcher.roles.training.services import Pixels, Services
 from models.archon.qwen2.infra.parallelize import master_dtype, parallelize
 from models.archon.registry import family_of
 
-COLLECTIVE_TIMEOUT_SECS = 600.0
+COLLECTIVE_MARGIN_SECS = 120.0  # a rank that waits for a service must give up before those that wait for it
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _join(arguments: RoleArguments, plan: Plan, config: configuration.Config) ->
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         # the process group's keys of each generation are its own: a dead generation leaves some behind
         scoped = dist.PrefixStore(f"gen/{arguments.generation}", store)
-        timeout = max(COLLECTIVE_TIMEOUT_SECS, config.watchdog_secs)
+        timeout = max(config.watchdog_secs, config.rollout.setup_timeout) + COLLECTIVE_MARGIN_SECS
         join(scoped, rank=rank, world=world, device=device, timeout=timeout)
     degrees = Degrees.of_allocation(partition.d, partition.c, partition.t, config.actor.archon.dp_replicate)
     return build_mesh(degrees, rank=rank, device=device)
