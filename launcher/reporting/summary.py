@@ -81,13 +81,21 @@ def phase_secs(records: Iterable[Record]) -> dict[str, float]:
     """Seconds of the run by phase of a step; `other` is what no phase claims of `step`."""
     sums: defaultdict[str, float] = defaultdict(float)
     for record in records:
-        secs = record.get("secs")
-        for name, value in secs.items() if isinstance(secs, dict) else ():
+        for name, value in _secs_of(record).items():
             if _is_number(value):
                 sums[name] += value
     if "step" in sums:
         sums["other"] = max(0.0, sums["step"] - sum(value for name, value in sums.items() if name != "step"))
     return {name: round(value, 4) for name, value in sums.items()}
+
+
+def _secs_of(record: Record) -> Record:
+    """By phase; an SFT record says the whole as a number and its parts as `<phase>_secs`."""
+    secs = record.get("secs")
+    if isinstance(secs, dict):
+        return secs
+    parts = {name.removesuffix("_secs"): value for name, value in record.items() if name.endswith("_secs")}
+    return {"step": secs, **{name: value for name, value in parts.items() if name not in ("eta", "sync")}}
 
 
 def statistics(values: Iterable[object]) -> dict[str, float] | None:

@@ -149,11 +149,13 @@ def test_an_sft_run_has_its_loss(tmp_path: Path) -> None:
     run.create()
     write_atomic(run.config, "type: sft\n")
     for step in range(1, 4):
-        append_line(run.metrics, {"kind": "sft", "step": step, "loss": 1 / step, "tokens": 10, "secs": {"step": 0.5}})
+        record = {"kind": "sft", "step": step, "loss": 1 / step, "tokens": 10, "forward_backward_secs": 0.25}
+        append_line(run.metrics, {**record, "optimizer_secs": 0.125, "secs": 0.5, "eta_secs": 9.0})
     summary = summarise(run)
     assert (
         summary["type"] == "sft" and summary["steps"] == 3 and summary["curves"]["loss"][-1][1] == pytest.approx(1 / 3)
     )
+    assert summary["secs"] == {"step": 1.5, "forward_backward": 0.75, "optimizer": 0.375, "other": 0.375}
     assert "Sampled answers" not in read(page(run, summary)).text
 
 
