@@ -12,6 +12,8 @@ from tests.engine.ranks import ADAM_STEPS, STEPS, small_batch
 from tests.engine.scene import ADAM, alone, make_batch, make_engine, policy_step, whole
 from tests.engine.test_train_engine import far
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_two_ranks_is_the_step_of_one_process(two_ranks, checkpoint, name):
