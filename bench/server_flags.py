@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import importlib
 import io
 import json
@@ -55,12 +56,21 @@ def flags(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
             kind = "switch"
         else:
             kind = "list" if action.nargs in ("+", "*") or isinstance(action.nargs, int) else "value"
-        entry: dict[str, Any] = {"flag": plain[0], "kind": kind}
+        entry: dict[str, Any] = {"flag": plain[0], "kind": kind, "default": plain_value(action.default)}
         if action.choices is not None:
             entry["choices"] = sorted(str(choice) for choice in action.choices)
         for name in plain:
             found[name.removeprefix("--").replace("-", "_")] = entry
     return dict(sorted(found.items()))
+
+
+def plain_value(value: Any) -> Any:
+    """As JSON has it; a default that is computed, or an object, is null: then every value is written out."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
+        return list(value)
+    return value if isinstance(value, str | int | float | bool) else None
 
 
 def refusal(parser: argparse.ArgumentParser, words: list[str]) -> str | None:

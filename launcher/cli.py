@@ -65,6 +65,15 @@ def _make_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _install(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("backend", choices=("vllm", "sglang"), help="the server that the environment is for")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="[cuda where this machine has a GPU, else cpu]")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("~/.cache/vlm-rl"), metavar="DIR", help="paths.cache [~/.cache/vlm-rl]"
+    )
+    parser.add_argument("--pip", default="", metavar="WORDS", help="for every pip install, e.g. --pip='--no-index'")
+
+
 @dataclass(frozen=True)
 class Command:
     says: str
@@ -117,6 +126,11 @@ COMMANDS = {
         "Write one HTML page about a run: curves, where the time went, sampled answers beside their images.",
         "report quickstart/trial0 --json",
         (_run, _report, _json),
+    ),
+    "install": Command(
+        "Make the environment that vLLM or SGLang servers are started with, and print its Python.",
+        "install vllm --device cpu",
+        (_install,),
     ),
     "make-model": Command(
         "Write a tiny Qwen2.5-VL checkpoint and, if asked for, the picture sets of the quickstart.",

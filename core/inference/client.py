@@ -102,9 +102,10 @@ _NAMED_VERSION = re.compile(r"v(\d+)-r\d+")
 
 
 def version_number(name: str | int) -> int:
-    """The number in a version's name on a server: v000012-r1 and 12 are both 12. Raises ValueError otherwise."""
+    """The number in a version's name on a server: v000012-r1 and 12 are both 12; -1 for one that no trainer gave."""
     match = _NAMED_VERSION.fullmatch(str(name))
-    return int(match.group(1)) if match else int(name)
+    text = match.group(1) if match else str(name)
+    return int(text) if text.isdecimal() else -1
 
 
 def spread(spans: list[dict[str, Any]], count: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""Environments of inference servers: what is in them, where they are, how they are made."""
