@@ -1,0 +1,10 @@
+"""The rollout service, on the server's core."""
+
+import sys
+
+from bench.roles.pinning import SERVER_CORE, pin
+from launcher.roles.rollout import main
+
+if __name__ == "__main__":
+    pin(SERVER_CORE)
+    sys.exit(main())
