@@ -68,7 +68,8 @@ def _swap_allocation(swaps: _Swaps) -> None:
     trainer = next((each for each in components if not each.is_inference), None)
     groups = []
     if server is not None:
-        groups.append((Component("embedded", Dims(d=min(MOST_D, server.dims.d))),))
+        backend = "embedded" if swaps.config.embedded.stands_in else server.backend
+        groups.append((Component(backend, Dims(d=min(MOST_D, server.dims.d))),))
     if trainer is not None:
         groups.append((Component("archon", Dims(d=_ranks(swaps.config, trainer.dims.d))),))
     small = Allocation(tuple(groups))

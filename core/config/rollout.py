@@ -61,3 +61,4 @@ class Embedded(Section):
     context_length: Annotated[int, Field(ge=1)] | None = None
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 8192
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "float32"
+    stands_in: bool = True  # under --emulate, for vLLM and SGLang; false keeps them, with Pythons made for the CPU

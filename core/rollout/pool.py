@@ -17,7 +17,7 @@ from core.inference.client import Generation, Images, InferenceClient, Request, 
 from core.rollout.servers import Server, ServerState
 
 Registry = Callable[[], Awaitable[dict[str, Any]]]
-MakeClient = Callable[[str], InferenceClient]
+MakeClient = Callable[[dict[str, Any]], InferenceClient]  # from a server's row of the registry
 Restart = Callable[[Server], Awaitable[None]]
 
 _POLL_SECS = 0.5
@@ -178,7 +178,7 @@ class ServerPool:
             self._spawn(self._return(known, row))
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
-        client = self._make_client(row["url"])
+        client = self._make_client(row)
         self.servers[name] = Server(name, row["url"], row["daemon"], row["started"], client)
         self.changed.set()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from core.config import Config
 from core.data.tokenizer import Tokenizer
-from core.inference.sglang import SGLangClient
+from core.inference.backends import CLIENTS
 from core.rewards.pool import RewardPool
 from core.rollout.admission import Limits
 from core.rollout.collector import Collector
@@ -79,7 +79,7 @@ class Session:
         )
         self.pool = ServerPool(
             self._daemons.registry,
-            lambda url: SGLangClient(url, token, timeout=rollout.request_timeout),
+            lambda row: CLIENTS[row["backend"]](row["url"], token, timeout=rollout.request_timeout),
             self._daemons.restart,
             server_deadline=rollout.server_deadline,
         )

@@ -16,7 +16,7 @@ from launcher.run_dir import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLES = "launcher.roles"
-SERVER_ROLES = {"embedded": "embedded_server"}
+SERVER_ROLES = {"embedded": "embedded_server", "vllm": "inference_server", "sglang": "inference_server"}
 LOOPBACK = "127.0.0.1"
 
 
