@@ -19,19 +19,13 @@ from pathlib import Path
 
 import aiohttp
 
-from core.inference.client import Generation, Images, InferenceClient, Request, ServerLostError, ServerRefusedError
+from core.inference.backends import CLIENTS
+from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Launch, Seat
 from core.inference.exposure import WeightsDirectory, routes
 from core.inference.ports import PortBlock, take_block
 from core.inference.proxy import Proxy
-from core.inference.sglang import SGLangClient
-from core.inference.vllm import VLLMClient
 
-CLIENTS: dict[str, Callable[..., InferenceClient]] = {
-    "sglang": SGLangClient,
-    "embedded": SGLangClient,
-    "vllm": VLLMClient,
-}
 PORT_TRIES = 4
 _POLL_SECS = 0.25
 _END_SECS = 12.0
