@@ -1,0 +1,49 @@
+"""What the pages tell a reader to type works: console blocks of plan are run, Python blocks are called, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT, launcher
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def planned() -> list[tuple[str, int]]:
+    lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
+    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ python -m launcher plan ")]
+    return [(command.split("#")[0].strip(), 2 if "exit status 2" in command else 0) for command in commands]
+
+
+@pytest.mark.parametrize(("command", "status"), planned())
+def test_plan_commands_do_what_the_page_says(command: str, status: int) -> None:
+    ended = launcher(*shlex.split(command)[3:])
+    assert ended.status == status or "make-model" in ended.err, ended.err
+
+
+def test_the_reward_of_the_page_is_one() -> None:
+    namespace: dict = {}
+    for block in blocks(ROOT / "docs" / "config.md", "python"):
+        exec(block, namespace)
+    assert namespace["score"]("p", "it is 5", [1], [2], answer="5", other="x") == 1.0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    named = set(re.findall(r"^\| `([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^  ([a-z-]+) ", launcher("--help").expect().out, re.MULTILINE))
+    assert named and named <= listed
