@@ -14,6 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import load_file
+
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
 GAIN, FINAL, BLIND, RISING_STEPS = 0.25, 0.80, 0.30, 20
@@ -67,7 +70,19 @@ def summary(run: str) -> dict:
     return json.loads(done.stdout)
 
 
-def shortfalls(report: dict) -> list[str]:
+def tower(directory: Path) -> dict[str, np.ndarray]:
+    shards = (load_file(path) for path in directory.glob("*.safetensors"))
+    return {name: value for shard in shards for name, value in shard.items() if name.startswith("visual.")}
+
+
+def tower_changed(trial: Trial) -> bool:
+    """Whether every tensor of the vision tower differs between what GRPO started from and what it ended with."""
+    before = tower(RUNS / "quickstart-sft" / trial.name / "hub" / "latest")
+    after = tower(RUNS / "quickstart" / trial.name / "hub" / "latest")
+    return before.keys() == after.keys() and not any(np.array_equal(before[name], after[name]) for name in before)
+
+
+def shortfalls(trial: Trial, report: dict) -> list[str]:
     """What of the README's table this run does not reach; empty when all of it is there."""
     evals = {name: report["evaluations"][name] for name in ("valid", "valid-shuffled")}
     first, last = evals["valid"][0]["accuracy"], evals["valid"][-1]["accuracy"]
@@ -79,6 +94,8 @@ def shortfalls(report: dict) -> list[str]:
         found.append(f"held-out accuracy is {last:.3f} at the end")
     if blind > BLIND:
         found.append(f"with shuffled pictures it is still {blind:.3f}: the model does not look")
+    if not tower_changed(trial):
+        found.append("a weight of the vision tower did not change")
     if report["steps"] < RISING_STEPS:
         found.append(f"{report['steps']} steps only")
     return found
@@ -95,7 +112,7 @@ def main() -> int:
         start = time.monotonic()
         run_trial(trial)
         report = summary(f"runs/quickstart/{trial.name}")
-        found = shortfalls(report)
+        found = shortfalls(trial, report)
         missed = missed or bool(found)
         valid = report["evaluations"]["valid"]
         print(

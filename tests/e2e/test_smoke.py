@@ -101,3 +101,23 @@ def test_two_runs_started_in_the_same_second_both_finish(
         launcher("logs", str(tmp_path / "e2e" / trial), "-f", timeout=180)
         assert json.loads((tmp_path / "e2e" / trial / "state.json").read_text())["phase"] == "done"
         await_gone(tmp_path / "e2e" / trial)
+
+
+def test_without_a_learning_rate_twenty_versions_are_one(emulate: Emulate, pictures: tuple[str, str]) -> None:
+    ended, run = emulate(
+        "configs/smoke.yaml",
+        *pictures,
+        "actor.optimizer.lr=0.0",
+        "total_train_steps=20",
+        "weight_sync.keep=30",
+        "valid_dataset=null",
+        "recover.mode=disabled",
+    )
+    ended.expect()
+    published = sorted((run / "weights").glob("v*/manifest.json"))
+    assert len(published) == 21
+    hashes = [{name: t["xxh3"] for name, t in json.loads(path.read_text())["tensors"].items()} for path in published]
+    assert all(each == hashes[0] for each in hashes)
+    for record in steps(run):
+        assert record["behave_diff_max"] <= 1e-5, record
+        assert record["sync_secs"] is not None
