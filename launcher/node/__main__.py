@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", default=LOOPBACK, help="the run's interface on this node")
     parser.add_argument("--roles", default=ROLES, help="package of the processes' modules")
     parser.add_argument("--grace", type=float, default=15.0, help="seconds between TERM and KILL")
+    parser.add_argument("--interface", default="", help="its name")
+    parser.add_argument("--on-cluster", action="store_true", help="TERM and USR2 are a batch scheduler's warnings")
     arguments = parser.parse_args(argv)
     run_dir = RunDir(arguments.run_dir)
     config = load(run_dir.config, [])
@@ -50,6 +52,8 @@ def main(argv: list[str]) -> int:
         visible_gpus=tuple(each for each in visible.split(",") if each),
         env_vars=env_vars(config, arguments.partition),
         keep_open=(hold(run_dir),),
+        interface=arguments.interface,
+        on_cluster=arguments.on_cluster,
     )
     return asyncio.run(serve(context, settings(config)))
 
@@ -78,6 +82,7 @@ def settings(config: Config) -> Settings:
         watchdog_secs=config.watchdog_secs,
         verify=config.weight_sync.verify,
         visible_secs=config.weight_sync.visible_secs,
+        preempted_secs=config.slurm.signal_lead_secs / 2,
     )
 
 

@@ -36,7 +36,8 @@ RENDEZVOUS_SECS = 300.0
 STACK_SECS = 1.0
 FAREWELL_SECS = 5.0
 OPENING_SECS = 60.0
-EXIT_STATUS = {Phase.DONE: 0, Phase.FAILED: 1, Phase.CANCELLED: 130}
+EXIT_STATUS = {Phase.DONE: 0, Phase.FAILED: 1, Phase.CANCELLED: 130, Phase.PREEMPTED: 85}
+"""85: stopped by the cluster; launcher.slurm.batch then asks for one requeue."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Settings:
     watchdog_secs: float = 600.0
     verify: Any = "full"
     visible_secs: float = 90.0
+    preempted_secs: float = 60.0
+    """What the cluster's warning leaves for a last checkpoint."""
 
 
 class Daemon:
@@ -88,7 +91,7 @@ class Daemon:
 
     async def run(self) -> int:
         guard.become_subreaper()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR2] if self.context.on_cluster else [])):
             asyncio.get_running_loop().add_signal_handler(number, self._asked_to_end, number)
         try:
             local_dir.make(self.context.local)
@@ -200,7 +203,7 @@ class Daemon:
 
     def _asked_to_end(self, number: int) -> None:
         self.say(f"got {signal.Signals(number).name}")
-        self.end(Ending(Phase.CANCELLED))
+        self.end(Ending(Phase.PREEMPTED if self.context.on_cluster else Phase.CANCELLED))
 
     def _raise_generation(self, generation: int) -> None:
         self.ledger.put("service/trainer", "")
@@ -234,6 +237,8 @@ class Daemon:
             for child in self.children:
                 child.pass_on(signal.SIGUSR1)
             await asyncio.sleep(STACK_SECS)
+        if self.ending.phase is Phase.PREEMPTED:  # the services stay until the ranks have saved what they can
+            await self.ranks.yield_up(self.settings.preempted_secs)
         await asyncio.gather(self.crew.stop(), self.ranks.stop())
         await self._part(self.ending)
         for task in self._tasks:
@@ -250,7 +255,8 @@ class Daemon:
         if self._opening is not None:  # it cannot be interrupted anyway: torch is being imported
             await asyncio.wait([self._opening], timeout=OPENING_SECS)
         if self.lead is None:
-            self.ledger.write(f"bye/{self.context.name}", ending.error.message if ending.error else ending.phase)
+            why = ending.error.message if ending.error else ending.phase
+            await self.ledger.close(f"bye/{self.context.name}", why)
         else:
             others = [name for name in entries.node_names(self.context.plan) if name != self.context.name]
             deadline = time.monotonic() + self.context.grace + FAREWELL_SECS
@@ -258,7 +264,7 @@ class Daemon:
                 if all(self._has_left(name) for name in others):
                     break
                 await asyncio.sleep(0.05)
-        await self.ledger.close()
+            await self.ledger.close()
 
     def _has_left(self, node: str) -> bool:
         book = self.ledger.book

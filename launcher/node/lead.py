@@ -151,8 +151,9 @@ class Lead:
     def _judge_daemon(self, book: Book, node: str) -> None:
         why = book.bye(node)
         if why is not None:
-            phase = Phase.CANCELLED if why == Phase.CANCELLED else Phase.FAILED
-            self._end(Ending(phase, None if phase is Phase.CANCELLED else RunError(f"daemon of {node}", why)))
+            stopped = next((each for each in (Phase.CANCELLED, Phase.PREEMPTED) if why == each), None)
+            failed = Ending(Phase.FAILED, RunError(f"daemon of {node}", why))
+            self._end(failed if stopped is None else Ending(stopped))
             return
         url = book.daemon(node)
         if url is None:

@@ -67,10 +67,10 @@ class Ledger:
         self._registry = registry
         registry.start()
 
-    async def close(self) -> None:
-        """Writes what is left."""
+    async def close(self, *last: str) -> None:
+        """Writes what is left, then the last key and value, if given."""
         if self.connected:
-            self._registry.close()
+            self._registry.close(*last)
             await asyncio.to_thread(self._registry.join, CLOSING_SECS)
 
     def _read(self, snapshot: Any) -> None:

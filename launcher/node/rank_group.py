@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 
 from launcher.node.book import RanksReport
@@ -42,6 +43,15 @@ class RankGroup:
         for child in self.children.values():
             child.stop()
         await asyncio.gather(*(child.gone() for child in self.children.values()))
+
+    async def yield_up(self, seconds: float) -> None:
+        """The cluster wants the node: they may save their last completed step, for so long."""
+        self.ending = True
+        for child in self.children.values():
+            child.pass_on(signal.SIGUSR2)
+        waiting = [asyncio.create_task(child.gone()) for child in self.children.values()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=seconds)
 
     async def _start(self, generation: int) -> None:
         for child in self.children.values():

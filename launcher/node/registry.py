@@ -39,6 +39,7 @@ class _Write:
     key: str
     value: str
     expected: str | None
+    last: bool = False
 
 
 class Registry(threading.Thread):
@@ -63,7 +64,7 @@ class Registry(threading.Thread):
         self._nodes = list(nodes)
         self._on_snapshot = on_snapshot
         self._on_lost = on_lost
-        self._writes: queue.Queue[_Write | None] = queue.Queue()
+        self._writes: queue.Queue[_Write] = queue.Queue()
         self._closing = threading.Event()
         self._beats: dict[str, tuple[int, float]] = {}
 
@@ -74,10 +75,10 @@ class Registry(threading.Thread):
         """Sets `key` only if it still is `expected`; the next snapshot shows who won."""
         self._writes.put(_Write(key, value, expected))
 
-    def close(self) -> None:
-        """Writes what is left and ends the thread."""
+    def close(self, key: str = "", value: str = "") -> None:
+        """Writes what is left, then `key`, and ends the thread: whoever reads that last entry may go, too."""
         self._closing.set()
-        self._writes.put(None)
+        self._writes.put(_Write(key, value, None, last=True))
 
     def run(self) -> None:
         try:
@@ -124,9 +125,10 @@ class Registry(threading.Thread):
         while True:
             closed = False
             for write in self._drain(PERIOD):
-                if write is None:
-                    closed = True
-                elif write.expected is None:
+                closed = closed or write.last
+                if not write.key:
+                    continue
+                if write.expected is None:
                     store.set(write.key, write.value)
                 else:
                     store.compare_set(write.key, write.expected, write.value)
@@ -146,9 +148,9 @@ class Registry(threading.Thread):
                 self._beats[node] = (count, now)
         return Snapshot(found, {node: now - seen for node, (_, seen) in self._beats.items()})
 
-    def _drain(self, patience: float) -> list[_Write | None]:
+    def _drain(self, patience: float) -> list[_Write]:
         """What there is to write; waits up to `patience` for the first."""
-        writes: list[_Write | None] = []
+        writes: list[_Write] = []
         try:
             writes.append(self._writes.get(timeout=patience))
             while True:

@@ -58,6 +58,10 @@ class NodeContext:
     """CUDA_VISIBLE_DEVICES of the daemon, if it was given one: the plan's GPU i is its i-th entry."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
     keep_open: tuple[int, ...] = ()
+    interface: str = ""
+    """Name of the network interface that `host` is an address of."""
+    on_cluster: bool = False
+    """Started by a batch scheduler: TERM and USR2 are its warnings, the run goes on in a later attempt."""
 
     @property
     def name(self) -> str:
@@ -135,6 +139,8 @@ def child_environment(context: NodeContext, gpus: Sequence[int]) -> dict[str, st
     if context.host == LOOPBACK:
         # gloo looks its own host name up otherwise, which fails or leads to an outer interface
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    elif context.interface:
+        environment |= {"GLOO_SOCKET_IFNAME": context.interface, "NCCL_SOCKET_IFNAME": context.interface}
     return {**environment, **context.env_vars}
 
 

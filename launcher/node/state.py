@@ -25,6 +25,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     STOPPING = "stopping"
+    PREEMPTED = "preempted"  # stopped by the cluster; the next attempt goes on
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"

@@ -33,6 +33,10 @@ def daemon_pids(run: FakeRun) -> dict[str, int]:
     return found
 
 
+def grandchildren(run: FakeRun) -> set[int]:
+    return {int(line.split()[0]) for line in run.survivors() if "import time; time.sleep(600)" in line}
+
+
 def test_a_run_ends_when_all_ranks_have(fake_run: Make) -> None:
     run = fake_run()
     code, said = finished(run.launch())
@@ -154,6 +158,11 @@ def test_a_service_that_dies_is_started_again(fake_run: Make) -> None:
     until(lambda: len([each for each in run.started() if each["name"] == "data"]) == 2, 90)
     until(lambda: run.daemon().get("/registry")["services"].keys() == {"data", "trainer"}, 90)
     assert "=== start 2" in run.run_dir.log(1, "training", 0, "data").read_text()
+    # its guard killed: the grandchild it left in a session of its own goes too, and another data service starts
+    left = grandchildren(run)
+    os.kill(run.daemon().get("/status")["children"]["data"]["pid"], signal.SIGKILL)
+    until(lambda: len([each for each in run.started() if each["name"] == "data"]) == 3, 90)
+    until(lambda: len(grandchildren(run)) == len(left) and grandchildren(run) != left, 60)
     run.daemon().post("/stop", {})
     finished(launcher)
 
