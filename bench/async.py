@@ -1,4 +1,4 @@
-"""What asynchrony buys: the same samples consumed with max_head_offpolicyness 0 and 4, server and trainer on a core each.
+"""What asynchrony buys: the same samples with max_head_offpolicyness 0 and 4, server and trainer on a core each.
 
     python bench/async.py [--steps 16] [--check]
 
@@ -109,8 +109,9 @@ def verdict(zero: Measured, four: Measured) -> list[str]:
 
 def show(name: str, run: Measured) -> dict[str, Any]:
     print(
-        f"{name}: wall {run.wall:6.2f} s, server busy {run.server_busy:6.2f} s, trainer busy {run.trainer_busy:6.2f} s, "
-        f"{len(run.samples)} samples, staleness up to {run.staleness_max:.0f}, {run.voided} groups lost",
+        f"{name}: wall {run.wall:6.2f} s, server busy {run.server_busy:6.2f} s, "
+        f"trainer busy {run.trainer_busy:6.2f} s, {len(run.samples)} samples, "
+        f"staleness up to {run.staleness_max:.0f}, {run.voided} groups lost",
         flush=True,
     )
     return dataclasses.asdict(run)

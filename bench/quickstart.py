@@ -1,4 +1,4 @@
-"""The quickstart: three commands, printed and run; with --seeds the same per seed, and --check holds them to their numbers.
+"""The quickstart: three commands, printed and run; --seeds: the same per seed; --check: held to their numbers.
 
 Owns the order of the commands and the thresholds of the README's table; what the runs did is read from `report --json`.
 """

@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type works: console blocks of plan are run, Python blocks are called, links lead somewhere."""
+"""What the pages tell a reader to type works: plan is run, Python blocks are called, links lead somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of the real command line on tiny models: start one, wait for it, read what it wrote, count what it left behind."""
+"""Runs of the real command line on tiny models: start one, wait for it, read what it wrote, count what it left."""
 
 from __future__ import annotations
 
