@@ -31,6 +31,22 @@ def _emulate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _sbatch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sbatch", action="store_true", help="print the script of the Slurm job, as submit sends it")
+
+
+def _yes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask, even if the job is not yours")
+
+
+def _detach(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--detach", action="store_true", help="return as soon as it is started or submitted")
+
+
+def _roots(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("roots", nargs="*", type=Path, metavar="DIR", help="where runs lie [runs, /tmp/areal]")
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -46,6 +62,7 @@ def _overrides(parser: argparse.ArgumentParser) -> None:
 def _logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="go on as lines are written, until the run ends")
     parser.add_argument("-p", "--process", metavar="NAME", help="only this process, e.g. rank-0, server-0, rollout")
+    parser.add_argument("-N", "--node", metavar="NAME", help="only this node, e.g. inference-0, training-1")
     parser.add_argument("-n", "--lines", type=int, default=20, metavar="N", help="the last N lines of each file [20]")
 
 
@@ -90,7 +107,7 @@ COMMANDS = {
     "plan": Command(
         "Print what would run where, the batch arithmetic and the memory, or why it cannot run. Starts nothing.",
         "plan configs/qwen2_5_vl_3b_geometry3k_grpo.yaml allocation_mode=sglang:d2t2+d4",
-        (_config, _emulate, _json),
+        (_config, _emulate, _sbatch, _json),
     ),
     "run": Command(
         "Run here, attached, with a live view. Ctrl-C ends every process of the run.",
@@ -115,12 +132,17 @@ COMMANDS = {
     "cancel": Command(
         "End a run and all of its processes.",
         "cancel smoke/trial0",
-        (_run, _json),
+        (_run, _yes, _json),
     ),
     "resume": Command(
-        "Start a run again from its last checkpoint, attached.",
+        "Start a run again from its last checkpoint (on Slurm: submit it again).",
         "resume smoke/trial0 total_train_steps=6",
-        (_run, _overrides, _json),
+        (_run, _overrides, _detach, _json),
+    ),
+    "list": Command(
+        "List the runs below a directory and how each is.",
+        "list runs",
+        (_roots, _json),
     ),
     "report": Command(
         "Write one HTML page about a run: curves, where the time went, sampled answers beside their images.",

@@ -27,11 +27,11 @@ MOST_D = 2
 FOLLOW_MODEL = ("tokenizer_path", "rollout.tokenizer_path", "ref.path", "sglang.model_path", "vllm.model")
 
 
-def emulate(config: Config) -> tuple[Config, list[str]]:
+def emulate(config: Config, *, on_cluster: bool = False) -> tuple[Config, list[str]]:
     """The configuration for this machine's cores, and one line for each swap.
 
     Writes the tiny checkpoint where the model is not a small one. Raises PlanError for a model path that should be on
-    this machine and is not.
+    this machine and is not. `on_cluster`: the scheduler stays as it is.
     """
     swaps = _Swaps(config)
     _swap_model(swaps)
@@ -40,7 +40,7 @@ def emulate(config: Config) -> tuple[Config, list[str]]:
     for key in ("actor.dtype", "ref.dtype", "embedded.dtype"):
         if get_value(swaps.config, key) in ("bfloat16", "float16"):
             swaps.set(key, "float32")
-    if swaps.config.scheduler.type in ("slurm", "ray"):
+    if swaps.config.scheduler.type in ("slurm", "ray") and not on_cluster:
         swaps.set("scheduler.type", "local")
     return swaps.config, swaps.lines
 

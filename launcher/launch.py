@@ -50,7 +50,7 @@ class Launch:
 
 def begin(config: Config, plan: Plan) -> Launch:
     """Attempt 1 in a new run directory."""
-    require_gpus(plan)
+    _require_devices(config, plan)
     run_dir = run_dir_of(config.cluster.fileroot, config.experiment_name, config.trial_name)
     with _only_one(run_dir):
         _refuse_existing(run_dir)
@@ -62,7 +62,7 @@ def begin_again(run_dir: RunDir, overrides: Sequence[str]) -> Launch:
     """The next attempt of a run that is not alive, with overrides laid over its own configuration."""
     before = Plan.from_json(run_dir.plan.read_text())
     config, planned = settle_again(run_dir, before, overrides)
-    require_gpus(planned)
+    _require_devices(config, planned)
     with _only_one(run_dir):
         found = look(run_dir)
         name = run_dir.root
@@ -90,8 +90,14 @@ def settle_again(run_dir: RunDir, before: Plan, overrides: Sequence[str]) -> tup
         asked = [word for word in overrides if word.split("=")[0] in PLACE_KEYS]
         if asked:
             raise ResumeError(f"resume goes on in {run_dir.root}; {', '.join(asked)} would be another run")
-    config, planned = settle(config, emulated=before.emulate)
+    config, planned = settle(config, emulated=before.emulate, on_cluster=True)
     return config, dataclasses.replace(planned, swaps=[*before.swaps, *planned.swaps])
+
+
+def _require_devices(config: Config, planned: Plan) -> None:
+    """On a cluster the nodes are looked at when they are there (launcher.slurm.preflight)."""
+    if config.scheduler.type != "slurm":
+        require_gpus(planned)
 
 
 PLACE_KEYS = ("cluster.fileroot", "experiment_name", "trial_name")

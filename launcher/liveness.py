@@ -11,8 +11,9 @@ from typing import Any
 
 from core.rpc.client import Client
 from core.rpc.errors import RpcError
-from launcher.node.state import BEAT_SECS, Rendezvous, State, heartbeat_file, read_rendezvous, read_state
+from launcher.node.state import BEAT_SECS, Phase, Rendezvous, State, heartbeat_file, read_rendezvous, read_state
 from launcher.run_dir import RunDir
+from launcher.slurm.queue import WATCH, JobView, jobs_of
 
 ASK_SECS = 3.0
 WATCH_SECS = 3 * BEAT_SECS
@@ -30,6 +31,8 @@ class Liveness:
     answer: dict[str, Any] | None = None
     """/status of the lead daemon, when it answers."""
     last_beat: float | None = None
+    jobs: dict[str, JobView] | None = None
+    """A Slurm run's jobs; None where Slurm does not answer or has no part in it."""
 
     @property
     def ended(self) -> bool:
@@ -44,6 +47,9 @@ def look(run_dir: RunDir) -> Liveness:
     state = read_state(run_dir)
     if state is None:
         return Liveness(False, None)
+    job_ids = jobs_of(run_dir)
+    if job_ids:
+        return _look_at_jobs(run_dir, state, job_ids)
     beat = _beat_time(run_dir)
     rendezvous = read_rendezvous(run_dir, state.attempt)
     if rendezvous is None:
@@ -56,6 +62,25 @@ def look(run_dir: RunDir) -> Liveness:
         return Liveness(False, state, rendezvous, None, beat)
     alive = not gone and _beats(run_dir)
     return Liveness(alive, read_state(run_dir), rendezvous, None, _beat_time(run_dir))
+
+
+def _look_at_jobs(run_dir: RunDir, state: State, job_ids: list[str]) -> Liveness:
+    """Slurm knows whether it is alive, from the queue on; the lead daemon how it is. Time in the queue is nobody's."""
+    views = WATCH.views(job_ids)
+    beat, answer = _beat_time(run_dir), None
+    rendezvous = read_rendezvous(run_dir, state.attempt)
+    if rendezvous is not None and not state.phase.final:
+        answer, _ = _ask(run_dir, rendezvous)
+        state = read_state(run_dir) or state  # it may have ended just now
+    if answer is not None:
+        alive = True
+    elif state.phase in (Phase.DONE, Phase.CANCELLED):
+        alive = False
+    elif views is None:  # Slurm does not answer
+        alive = not state.phase.final and beat is not None and time.time() - beat < STARTING_SECS
+    else:
+        alive = any(view.alive for view in views.values())
+    return Liveness(alive, state, rendezvous, answer, beat, views)
 
 
 def _ask(run_dir: RunDir, rendezvous: Rendezvous) -> tuple[dict[str, Any] | None, bool]:

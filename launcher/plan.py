@@ -19,6 +19,7 @@ from launcher.planning.limits import limit_warnings
 from launcher.planning.memory import disk_bytes
 from launcher.planning.problem import PlanError, Problem
 from launcher.planning.suggestions import fits
+from launcher.slurm.ask import slurm_warnings
 
 __all__ = [
     "BatchPlan",
@@ -66,7 +67,7 @@ def plan(
         device=device,
         emulate=emulate,
         swaps=list(swaps or ()),
-        warnings=limit_warnings(config, known),
+        warnings=[*limit_warnings(config, known), *slurm_warnings(config, judged.shape.kind)],
         partitions=judged.partitions,
         batch=judged.batch,
         memory=judged.memory,
@@ -74,17 +75,20 @@ def plan(
         not_built=[*not_built(config), *_servers_not_built(judged.partitions)],
         notes=judged.notes,
         model={"name": known.shape.name, "params": known.shape.params, "source": known.shape.source},
+        shape=judged.shape.kind,
+        shape_why=judged.shape.why,
     )
 
 
-def settle(config: Config, *, emulated: bool) -> tuple[Config, Plan]:
+def settle(config: Config, *, emulated: bool, on_cluster: bool = False) -> tuple[Config, Plan]:
     """What a run directory holds: the configuration (swapped under --emulate, hub ids as local paths) and its plan.
 
+    `on_cluster`: an emulated run stays on the scheduler of its configuration, else it comes to this machine.
     Raises PlanError for what cannot run, for what is not built yet, and for a model that is not on this machine.
     """
     swaps: list[str] = []
     if emulated:
-        config, swaps = emulate(config)
+        config, swaps = emulate(config, on_cluster=on_cluster)
     planned = plan(config, emulate=emulated, swaps=swaps)
     if planned.not_built:
         parts = [line.partition(": ") for line in planned.not_built]

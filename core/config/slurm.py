@@ -14,10 +14,11 @@ Count = Annotated[int, Field(ge=1)]
 Words = tuple[str, ...]
 TIME = r"^(INFINITE|UNLIMITED|\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d)$"
 SIZE = r"^\d+[KMGT]?$"
-OWN = (
-    "nodes ntasks ntasks-per-node tasks-per-node output error open-mode job-name signal dependency array hold wrap "
-    "parsable test-only chdir requeue no-requeue het-group"
-).split()
+OWN = frozenset((
+    "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "output", "error", "open-mode", "job-name",
+    "signal", "dependency", "array", "hold", "wrap", "parsable", "test-only", "chdir", "requeue",
+    "no-requeue", "het-group",
+))  # fmt: skip
 """Options that this launcher writes itself: one of them given again would break the job."""
 
 
@@ -58,7 +59,8 @@ class Ask(Section):
         taken = sorted(name for name in (key.replace("_", "-").lstrip("-") for key in value) if name in OWN)
         if taken:
             raise ValueError(f"{', '.join(taken)}: written by the launcher itself, cannot be given here")
-        named = sorted(name for name in (key.replace("-", "_").lstrip("_") for key in value) if name in Ask.model_fields)
+        keys = {key.replace("-", "_").lstrip("_") for key in value}
+        named = sorted(keys & Ask.model_fields.keys())
         if named:
             raise ValueError(f"{', '.join(named)}: has a key of its own in this section")
         return value

@@ -26,10 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = find_run(arguments.run)
     state = look(run_dir).state
     attempt = run_dir.logs / str(state.attempt if state else 1)
-    reader = Reader(attempt, arguments.process)
-    if arguments.process and not reader.files():
-        there = ", ".join(sorted({path.stem for path in attempt.glob("*/*.log")})) or "none yet"
-        raise NoLogError(f"no log of {arguments.process!r} in {attempt}; there is: {there}")
+    reader = Reader(attempt, arguments.process, arguments.node)
+    if (arguments.process or arguments.node) and not reader.files():
+        there = ", ".join(sorted(f"{path.parent.name}/{path.stem}" for path in attempt.glob("*/*.log"))) or "none yet"
+        wanted = "/".join(word for word in (arguments.node, arguments.process) if word)
+        raise NoLogError(f"no log of {wanted!r} in {attempt}; there is: {there}")
     for path in reader.files():
         for line in tail(path, lines=arguments.lines):
             print(f"{_label(path)} {line}")
@@ -48,13 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
 class Reader:
     """Log files of one attempt, read on from where the last look ended; whole lines only."""
 
-    def __init__(self, attempt: Path, process: str | None) -> None:
+    def __init__(self, attempt: Path, process: str | None, node: str | None = None) -> None:
         self.attempt = attempt
         self.process = process
+        self.node = node
         self.offsets: dict[Path, int] = {}
 
     def files(self) -> list[Path]:
-        return sorted(path for path in self.attempt.glob("*/*.log") if self.process in (None, path.stem))
+        return sorted(
+            path
+            for path in self.attempt.glob("*/*.log")
+            if self.process in (None, path.stem) and self.node in (None, path.parent.name)
+        )
 
     def new_lines(self) -> list[tuple[Path, str]]:
         found = []

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from launcher.commands.run import attached
+from launcher.commands.submit import detached
 from launcher.find_run import find_run
 from launcher.launch import begin_again
 from launcher.plan import PlanError
@@ -19,4 +20,6 @@ def run(arguments: argparse.Namespace) -> int:
     except PlanError as error:
         print(problems_text(error, lambda key: str(run_dir.config)), file=sys.stderr)
         return 2
+    if arguments.detach:
+        return detached(launch, as_json=arguments.json)
     return attached(launch, as_json=arguments.json)

@@ -12,8 +12,11 @@ from launcher.attached import error_lines
 from launcher.find_run import find_run
 from launcher.liveness import Liveness, look
 from launcher.node.log_tail import TRACEBACK, last_error, tail
-from launcher.node.state import RunError
+from launcher.node.state import RunError, State
+from launcher.plan import Plan
 from launcher.run_dir import RunDir
+from launcher.slurm.queue import JobView
+from launcher.slurm.states import Fate
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +36,17 @@ def verdict(found: Liveness) -> str:
         return "dead"
     if found.alive and found.answer is None and found.rendezvous is not None:
         return "alive, but its daemon does not answer"
+    if found.answer is None and found.jobs:
+        return job_verdict(found.state, found.jobs)
     return str(found.answer["phase"]) if found.answer else str(found.state.phase)
+
+
+def job_verdict(state: State, jobs: dict[str, JobView]) -> str:
+    """What Slurm's state of the job adds to the run's own record."""
+    alive = [view for view in jobs.values() if view.alive]
+    if not alive:
+        return str(state.phase)
+    return "pending" if all(view.fate is Fate.WAITING for view in alive) else str(alive[0].fate)
 
 
 def status_object(run_dir: RunDir, found: Liveness) -> dict[str, Any]:
@@ -46,6 +59,9 @@ def status_object(run_dir: RunDir, found: Liveness) -> dict[str, Any]:
         "state": dataclasses.asdict(found.state) if found.state else None,
         "error": dataclasses.asdict(error) if error else None,
         "daemon": found.answer,
+        "jobs": {
+            job: [dataclasses.asdict(seen) for seen in view.components] for job, view in (found.jobs or {}).items()
+        },
         "resume": resume_line(run_dir) if not found.alive else None,
     }
 
@@ -58,6 +74,7 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
     if found.dead:
         lines = [dead_line(run_dir, found, now)]
     lines.append(f"  attempt {state.attempt}, generation {state.generation}, step {state.step}")
+    lines += job_lines(run_dir, found)
     if found.answer is not None:
         for name, child in found.answer["children"].items():
             lines.append(f"  {name:<12} {child['state']:<9} {child['url']}")
@@ -69,6 +86,29 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
     if not found.alive:
         lines.append(f"  go on with: {resume_line(run_dir)}")
     return "\n".join(lines)
+
+
+def job_lines(run_dir: RunDir, found: Liveness) -> list[str]:
+    """Components, their nodes, why they wait; then what matters of a running one in a line."""
+    lines = []
+    names = [partition.name for partition in Plan.from_json(run_dir.plan.read_text()).partitions] if found.jobs else []
+    for job, view in (found.jobs or {}).items():
+        for index, seen in enumerate(view.components):
+            name = names[index] if len(view.components) == len(names) and len(names) > 1 else "job"
+            where = f" on {seen.nodes}" if seen.nodes else f", {seen.count} nodes" if seen.count else ""
+            wait = ""
+            if seen.meaning.fate is Fate.WAITING:
+                wait = f" ({seen.reason or 'no reason given'}), starts {seen.start or 'at a time not known yet'}"
+            job_id = job if len(view.components) == 1 else seen.job_id
+            lines.append(f"  {job_id} {name}: {seen.meaning.text}{where}{wait}")
+    services = found.answer["services"] if found.answer else {}
+    trainer, rollout = services.get("trainer"), services.get("rollout")
+    if isinstance(rollout, dict) and isinstance(rollout.get("servers"), list):
+        up = sum(1 for each in rollout["servers"] if isinstance(each, dict) and each.get("state") == "serving")
+        lines.append(f"  servers up: {up} of {len(rollout['servers'])}")
+    if isinstance(trainer, dict) and trainer.get("eta_secs") is not None:
+        lines.append(f"  ends in about {trainer['eta_secs'] / 60:.0f} min")
+    return lines
 
 
 def dead_line(run_dir: RunDir, found: Liveness, now: float) -> str:

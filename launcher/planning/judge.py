@@ -17,6 +17,8 @@ from launcher.planning.limits import limit_problems
 from launcher.planning.memory import inference_memory, memory_problems, training_memory
 from launcher.planning.placement import place
 from launcher.planning.problem import Problem
+from launcher.slurm.ask import slurm_problems
+from launcher.slurm.shape import Shape, placed
 
 NO_BATCH = BatchPlan(0, 0, 0, 0, 0, 0, 0, None)
 
@@ -29,6 +31,7 @@ class Judgement:
     memory: list[Memory] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    shape: Shape = field(default_factory=lambda: Shape("", ""))
 
     @property
     def layout_problems(self) -> list[Problem]:
@@ -49,8 +52,7 @@ def judge(config: Config, known: Known, device: str) -> Judgement:
     result.problems += sides
     result.problems += trainer_dims_not_built(allocation)
     result.problems += cutting_problems(config, allocation, known.shape)
-    result.partitions, misplaced = place(allocation, config.cluster.n_nodes, config.cluster.n_gpus_per_node, device)
-    result.problems += misplaced
+    _place(result, config, allocation, device)
     trainer = next((each for each in allocation.components if not each.is_inference), None)
     if trainer is not None:
         result.problems += batch_problems(config, trainer.dims.d)
@@ -60,6 +62,22 @@ def judge(config: Config, known: Known, device: str) -> Judgement:
         _judge_memory(result, config, known, allocation.components, device)
     result.problems += limit_problems(config, allocation, known)
     return result
+
+
+def _place(result: Judgement, config: Config, allocation: Allocation, device: str) -> None:
+    """On a cluster even an emulated run lies where the real one would: so its script and its nodes are tried."""
+    on_slurm = config.scheduler.type == "slurm"
+    n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    apart = on_slurm and config.slurm.shape == "hetjob"
+    result.partitions, misplaced = place(
+        allocation, n_nodes * len(allocation.components) if apart else n_nodes, n_gpus, "cuda" if on_slurm else device
+    )
+    result.problems += misplaced
+    if on_slurm and result.partitions:
+        result.partitions, result.shape = placed(config, result.partitions)
+        names = [each.name for each in result.partitions]
+        hosts = 1 + max(node.host for each in result.partitions for node in each.nodes)
+        result.problems += slurm_problems(config, result.shape.kind, names, hosts)
 
 
 def _judge_memory(

@@ -88,6 +88,9 @@ class Plan:
     not_built: list[str]
     notes: list[str]
     model: dict[str, Any]
+    shape: str = ""
+    """On Slurm: hetjob or one_job, and why."""
+    shape_why: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

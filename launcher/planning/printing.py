@@ -28,6 +28,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"model       {plan.model['name']}: {plan.model['params'] / 1e9:.3f} B parameters ({source})"
     for line in plan.swaps:
         yield f"  swap      {line}"
+    if plan.shape:
+        yield f"slurm       {plan.shape}: {plan.shape_why}"
     for partition in plan.partitions:
         yield from _partition_lines(partition)
     if plan.batch.groups:

@@ -45,9 +45,7 @@ class Cluster:
 
     def call(self, *words: str, check: bool = True, timeout: float = 30) -> str:
         """One Slurm command, under a timeout."""
-        done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(words)}: exit {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout.strip()
@@ -160,9 +158,7 @@ class Cluster:
         words = ["mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--socket={sock}",
                  "--bind-address=127.0.0.1", f"--port={self.shape.sql_port}", "--innodb-buffer-pool-size=64M",
                  "--innodb-flush-log-at-trx-commit=0"]  # fmt: skip
-        database = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        database = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         (self.root / "run" / "mariadbd.pid").write_text(str(database.pid))
         admin = ["mariadb", "--no-defaults", "-S", str(sock), "-uroot"]
         grants = ";".join(
@@ -170,7 +166,11 @@ class Cluster:
             + [f"create user if not exists slurm@'{host}' identified by 'slurm'" for host in ("127.0.0.1", "localhost")]
             + [f"grant all on slurm_acct_db.* to slurm@'{host}'" for host in ("127.0.0.1", "localhost")]
         )
-        until(lambda: subprocess.run([*admin, "-e", grants], capture_output=True, check=False).returncode == 0, 60, "database")
+        until(
+            lambda: subprocess.run([*admin, "-e", grants], capture_output=True, check=False).returncode == 0,
+            60,
+            "database",
+        )
         conf = self.root / "conf" / "slurmdbd.conf"
         conf.write_text(slurmdbd_conf(self.shape))
         conf.chmod(0o600)

@@ -1,0 +1,86 @@
+"""Node daemons on a Slurm cluster: one job of one component per partition, sent through submitit.
+
+Owns sending and cancelling. The job outlives this process; how it is doing is asked of Slurm (launcher.slurm.queue) and
+of its lead daemon (launcher.liveness).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from submitit.core.plugins import get_executors
+
+from core.config import Config, load
+from launcher.launch import Launch
+from launcher.node.specs import REPOSITORY
+from launcher.node.state import read_state, write_state
+from launcher.planning.layout import Plan
+from launcher.run_dir import RunDir
+from launcher.slurm import snapshot
+from launcher.slurm.job import Job, job_of
+from launcher.slurm.plugin import ComponentsExecutor, SubmissionError
+from launcher.slurm.queue import JobView, write_jobs
+from launcher.slurm.script import sbatch_text
+from launcher.slurm.task import NodeTask
+
+CANCEL_SECS = 60.0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The jobs of one submission (several with slurm.chain)."""
+
+    job_ids: list[str]
+    shape: str
+    why: str
+
+
+def script_of(config: Config, plan: Plan, run_dir: RunDir) -> tuple[Job, str]:
+    """What is sent, byte for byte."""
+    job = job_of(config, plan, run_dir, python=sys.executable, code=str(REPOSITORY))
+    return job, sbatch_text(job)
+
+
+class SlurmScheduler:
+    def send(self, launch: Launch) -> Sent:
+        run_dir, plan = launch.run_dir, launch.plan
+        config = load(run_dir.config, [])
+        if config.slurm.snapshot_code:
+            snapshot.take(config, run_dir, Path.cwd())
+        if ComponentsExecutor.name() not in get_executors():
+            raise SubmissionError(
+                "submitit does not see its plugin (entry points of vlm-rl): install the project again "
+                f"(`pip install -e {REPOSITORY}`), and remove an old {REPOSITORY}/vlm_rl.egg-info if there is one"
+            )
+        job, text = script_of(config, plan, run_dir)
+        executor = ComponentsExecutor(run_dir.submitit)
+        tasks = [(each.name, each.size.nodes, NodeTask(str(run_dir.root), each.name)) for each in job.components]
+        job_ids = []
+        for _ in range(job.chain):
+            handles = executor.send(text, tasks, hetjob=job.kind == "hetjob")
+            job_ids.append(handles[0].job_id.replace("+", ".").split(".")[0])
+            write_jobs(run_dir, job_ids)
+            self._note_first(run_dir, job_ids)
+        return Sent(job_ids, plan.shape, plan.shape_why)
+
+    @staticmethod
+    def _note_first(run_dir: RunDir, job_ids: list[str]) -> None:
+        """Unless the job has started already and says so itself."""
+        state = read_state(run_dir)
+        if state is not None and state.job_id is None:
+            write_state(run_dir, dataclasses.replace(state, job_id=job_ids[0]))
+
+
+def is_mine(views: dict[str, JobView]) -> bool:
+    users = {seen.user for view in views.values() for seen in view.components if seen.user}
+    return users <= {getpass.getuser()}
+
+
+def scancel(job_ids: list[str]) -> None:
+    """Whole jobs, by their leaders."""
+    subprocess.run(["scancel", *job_ids], timeout=CANCEL_SECS, check=False, capture_output=True)

@@ -1,0 +1,152 @@
+"""Begin and end of an attempt, once per start of a job: `python -P -m launcher.slurm.batch start|finish RUN …`.
+
+Runs on the job's first node, called by the batch script. `start` prints the number of this attempt, or nothing when
+there is nothing left to do; "which attempt" is decided here and now, never stored when the job is submitted. `finish`
+turns how the steps ended, and what the lead daemon wrote, into the job's exit status, and is the one place that asks
+Slurm for a requeue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from core.config import Config, load
+from launcher.node.state import Phase, RunError, State, beat, read_state, write_state
+from launcher.run_dir import RunDir
+
+PREEMPTED_STATUS = 85
+KILL_WAIT_SECS = 120.0
+RUNNING_STATES = ("RUNNING", "SIGNALING")
+
+
+def start(run_dir: RunDir) -> int | None:
+    """The attempt that begins now; None when the run is over."""
+    state = read_state(run_dir)
+    if state is None:
+        raise SystemExit(f"{run_dir.root} holds no run")
+    if state.phase in (Phase.DONE, Phase.CANCELLED):
+        say(f"{run_dir.root} is {state.phase}: nothing left to do")
+        return None
+    job = os.environ.get("SLURM_JOB_ID", "")
+    fresh = state.attempt
+    while not _take(run_dir, fresh, job):
+        fresh += 1
+    if fresh != state.attempt:
+        state = dataclasses.replace(state, attempt=fresh, generation=state.generation + 1)
+    state = dataclasses.replace(state, phase=Phase.STARTING, launched=time.time(), job_id=job, error=None)
+    write_state(run_dir, state)
+    beat(run_dir)
+    say(f"attempt {state.attempt} of {run_dir.root}, job {job}, after step {state.step}")
+    return state.attempt
+
+
+def _take(run_dir: RunDir, attempt: int, job: str) -> bool:
+    """False when this attempt has been begun before, by this job or another."""
+    logs = run_dir.logs / str(attempt)
+    logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        with (logs / "job.json").open("x") as file:
+            restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+            nodes = {key: value for key, value in os.environ.items() if key.startswith("VLM_RL_") and "NODES" in key}
+            file.write(json.dumps({"job": job, "restarts": restarts, "begun": time.time(), "nodes": nodes}))
+    except FileExistsError:
+        return False
+    if not (logs / "config.yaml").exists():
+        (logs / "config.yaml").write_text(run_dir.config.read_text())
+    return True
+
+
+def finish(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> int:
+    """The batch script's exit status."""
+    state = read_state(run_dir)
+    if state is None or state.attempt != attempt:
+        say(f"{run_dir.root} is no longer in attempt {attempt}")
+        return 1
+    say(f"attempt {attempt} ended: {state.phase}, " + ", ".join(f"{name} {code}" for name, code in statuses.items()))
+    if state.phase is Phase.DONE and not any(statuses.values()):
+        return 0
+    config = load(run_dir.config, [])
+    if not state.phase.final and state.phase is not Phase.PREEMPTED:
+        reason = broken_off(run_dir, attempt, statuses)
+        preempted = PREEMPTED_STATUS in statuses.values() and reason is None
+        phase = Phase.PREEMPTED if preempted else Phase.FAILED
+        state = write_state(run_dir, dataclasses.replace(state, phase=phase, error=reason))
+    if state.phase is Phase.DONE:  # the run is whole; only a step's own end was not clean
+        return 0
+    if wants_requeue(config, state):
+        requeue(state)
+    return 1 if state.phase is not Phase.PREEMPTED else PREEMPTED_STATUS
+
+
+def wants_requeue(config: Config, state: State) -> bool:
+    """A warning of the cluster always; a lost daemon (its node, most likely) as often as recover.retries allows."""
+    if not config.slurm.requeue:
+        return False
+    if state.phase is Phase.PREEMPTED:
+        return True
+    recovers = config.recover.mode in ("on", "auto")
+    lost = state.phase is Phase.FAILED and state.error is not None and state.error.process.startswith("daemon of")
+    return lost and recovers and state.attempt <= config.recover.retries
+
+
+def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> RunError | None:
+    """The lead daemon wrote no end: what the steps tell. A step's 0 is not enough, only its daemon's record is."""
+    verdict = run_dir.logs / str(attempt) / "preflight" / "verdict"
+    if verdict.exists():
+        return RunError("preflight", verdict.read_text().strip(), log=str(verdict.parent))
+    if statuses and set(statuses.values()) <= {0, PREEMPTED_STATUS} and PREEMPTED_STATUS in statuses.values():
+        return None
+    parts = [
+        f"the step of {name} ended with 0, but its lead daemon never wrote that the run is done"
+        if code == 0
+        else f"the step of {name} ended with status {code}"
+        for name, code in statuses.items()
+    ] or ["no step reported its end"]
+    return RunError("slurm", "; ".join(parts), log=str(run_dir.logs / str(attempt)))
+
+
+def requeue(state: State) -> None:
+    """Once, for the whole job; then waits to be killed: an early exit would end the job instead."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    now = job_state(job)
+    if now not in RUNNING_STATES:
+        say(f"job {job} is {now}: Slurm is ending it, nothing to requeue")
+        return
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        say(f"scontrol requeue {job} failed: {done.stderr.strip()}")
+        return
+    say(f"job {job} is requeued after step {state.step}")
+    time.sleep(KILL_WAIT_SECS)
+
+
+def job_state(job: str) -> str:
+    words = ["scontrol", "show", "job", "-o", job]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    fields = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+    return fields.get("JobState", "unknown")
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} job: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    act, run_dir = argv[0], RunDir(Path(argv[1]))
+    if act == "start":
+        attempt = start(run_dir)
+        print("" if attempt is None else attempt)
+        return 0
+    pairs = [word.rpartition("=") for word in argv[3:]]
+    return finish(run_dir, int(argv[2]), {name: int(code) for name, _, code in pairs})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
