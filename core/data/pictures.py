@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,10 +76,12 @@ def write_pictures(directory: Path, *, seed: int, counts: Mapping[str, int] = PI
     paths = []
     for split, count in counts.items():
         path = directory / f"{split}-00000-of-00001.parquet"
-        with pq.ParquetWriter(path, schema) as writer:
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # another run may be reading the file of that name
+        with pq.ParquetWriter(unfinished, schema) as writer:
             for start in range(0, count, _ROW_GROUP):
                 rows = [_row(seed, split, n) for n in range(start, min(start + _ROW_GROUP, count))]
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        unfinished.replace(path)
         paths.append(path)
     return paths
 
