@@ -101,7 +101,8 @@ class Child:
         self.move(ChildState.STARTING)
         self.starts += 1
         self.started, self._begun = time.time(), time.monotonic()
-        words = [sys.executable, "-S", "-E", "-P", str(GUARD), "--grace", str(self.spec.grace), "--"]
+        words = [sys.executable, "-S", "-E", "-P", str(GUARD)]
+        words += ["--grace", str(self.spec.grace), "--scratch", self.spec.scratch, "--"]
         with self.spec.log.open("ab") as log:
             if self.starts > 1:
                 log.write(f"=== start {self.starts}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n".encode())

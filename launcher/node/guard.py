@@ -1,9 +1,10 @@
-"""Runs one command and answers for its whole tree: `python -S -E -P guard.py [--grace S] [--final S] -- COMMAND…`.
+"""Runs one command and answers for its whole tree: `python -S -E -P guard.py [OPTIONS] -- COMMAND…`.
 
 The guard is the subreaper of everything the command starts. At EOF of its standard input (its parent is gone), at
 SIGTERM, or when the command ends, it ends what is left of the tree: TERM to the command, after `grace` seconds KILL to
 all; what outlives the command gets TERM and after `final` seconds KILL. A second SIGTERM kills at once. SIGUSR1 and
 SIGUSR2 are passed on to the command. The exit status is the command's (128 + n when signal n ended it).
+When the parent is gone, nobody else can empty the node-local directory `scratch`: the guard does.
 Only descendants are ever signalled, through pidfds, so that a re-used pid cannot be hit. Stdlib only: it starts in
 milliseconds and stays small.
 """
@@ -93,13 +94,30 @@ def reap(*, but: int | None = None) -> None:
             os.waitpid(dead.si_pid, os.WNOHANG)
 
 
+def remove_tree(root: str) -> None:
+    """shutil.rmtree would triple the time of the start."""
+    for folder, folders, files in os.walk(root, topdown=False):
+        for name in [*files, *folders]:
+            path = f"{folder}/{name}"
+            with contextlib.suppress(OSError):
+                if name in files or os.path.islink(path):  # noqa: PTH114
+                    os.unlink(path)  # noqa: PTH108
+                else:
+                    os.rmdir(path)  # noqa: PTH106
+    for path in (root, os.path.dirname(root)):  # noqa: PTH120 -- the run's directory goes with its last node's
+        with contextlib.suppress(OSError):
+            os.rmdir(path)  # noqa: PTH106
+
+
 class Guard:
     """One command from start to the end of its tree."""
 
-    def __init__(self, command: list[str], grace: float, final: float) -> None:
+    def __init__(self, command: list[str], grace: float, final: float, scratch: str = "") -> None:
         self.command = command
         self.grace = grace
         self.final = final
+        self.scratch = scratch
+        self.orphaned = False
         self.child = 0
         self.status: int | None = None
         self.asked = 0
@@ -128,11 +146,14 @@ class Guard:
                 os.read(wake_read, 4096)
             if 0 in ready and not os.read(0, 4096):
                 watched.remove(0)
+                self.orphaned = True
                 self.stop("the parent is gone")
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self.say(f"not gone after {self.grace:g} s, killed")
                 self.kill()
         self.end_rest()
+        if self.orphaned and self.scratch:
+            remove_tree(self.scratch)
         assert self.status is not None
         return self.status
 
@@ -210,15 +231,16 @@ class Guard:
 
 
 def main(argv: list[str]) -> int:
-    options = {"--grace": 15.0, "--final": 2.0}
+    options = {"--grace": "15", "--final": "2", "--scratch": ""}
     position = 0
-    while position < len(argv) and argv[position] in options:
-        options[argv[position]] = float(argv[position + 1])
+    while position + 1 < len(argv) and argv[position] in options:
+        options[argv[position]] = argv[position + 1]
         position += 2
     if argv[position : position + 1] != ["--"] or not argv[position + 1 :]:
-        sys.stderr.write("usage: guard.py [--grace SECONDS] [--final SECONDS] -- COMMAND…\n")
+        sys.stderr.write("usage: guard.py [--grace SECONDS] [--final SECONDS] [--scratch DIR] -- COMMAND…\n")
         return 2
-    return Guard(argv[position + 1 :], options["--grace"], options["--final"]).run()
+    command = argv[position + 1 :]
+    return Guard(command, float(options["--grace"]), float(options["--final"]), options["--scratch"]).run()
 
 
 if __name__ == "__main__":

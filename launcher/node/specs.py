@@ -37,6 +37,8 @@ class Spec:
     grace: float = 15.0
     keep_open: tuple[int, ...] = ()
     """Descriptors that the child's whole tree inherits."""
+    scratch: str = ""
+    """What the guard removes when the daemon is killed and cannot do it itself."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ def _spec(
         *words,
     )
     log = context.run_dir.log(context.attempt, context.partition, context.node, name)
-    return Spec(name, kind, command, log, child_environment(context, gpus), context.grace, context.keep_open)
+    return Spec(
+        name, kind, command, log, child_environment(context, gpus), context.grace, context.keep_open, str(context.local)
+    )
 
 
 def child_environment(context: NodeContext, gpus: Sequence[int]) -> dict[str, str]:

@@ -197,3 +197,22 @@ def test_descendants_are_found_through_every_generation() -> None:
     assert sorted(guard.descendants(1, table)) == [2, 3, 4, 5]
     assert guard.descendants(7, table) == []
     assert guard.descendants(8, {8: 9, 9: 8}) in ([9, 8], [9])
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_scratch_goes_only_when_the_parent_is_gone(tmp_path: Path, orphaned: bool) -> None:
+    scratch = tmp_path / "run" / "node"
+    (scratch / "weights" / "v1").mkdir(parents=True)
+    (scratch / "weights" / "v1" / "a").write_text("x")
+    (scratch / "link").symlink_to(tmp_path)
+    words = [sys.executable, "-S", "-E", "-P", str(GUARD), "--scratch", str(scratch), "--", "/bin/sleep", "600"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        until(lambda: guard.descendants(process.pid))
+        assert process.stdin
+        if orphaned:
+            process.stdin.close()
+        else:
+            process.terminate()
+        process.wait(timeout=20)
+    assert (tmp_path / "run").exists() is not orphaned
+    assert tmp_path.exists()

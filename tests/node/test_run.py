@@ -104,6 +104,7 @@ def test_kill_9_of_a_daemon_leaves_nothing(fake_run: Make, partition: str, attac
     until(lambda: len(run.daemon().get("/registry")["daemons"]) == 2, 90)
     os.kill(daemon_pids(run)[partition], signal.SIGKILL)
     until(lambda: not run.survivors(), 60, "no process left")
+    assert not run.local.exists(), "node-local memory is given back although the daemon could not do it"
     if attached:
         code, said = finished(launcher)
         assert code == 1 and run.state.phase == "failed"
