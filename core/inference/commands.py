@@ -67,7 +67,7 @@ def vllm(config: Config, seat: Seat) -> Launch:
         words |= {"headless": True} if seat.node_rank else {}
     if seat.device == "cpu":
         words |= {"kv_cache_memory_bytes": _CPU_KV_BYTES}
-    left_out = {"gpu_memory_utilization", "enforce_eager"} if seat.device == "cpu" else set()
+    left_out = {"gpu_memory_utilization", "block_size"} if seat.device == "cpu" else set()
     words |= {"enforce_eager": True} if seat.device == "cpu" else {}
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, reload and resume are development routes
