@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from core.config.experiment import Config
 from core.config.reading import Path
+from core.config.server_flags import server_flags
 
 Problem = tuple[Path, str]
 WITH_NAMES = ("rollout", "actor", "ref", "critic", "saver", "evaluator", "recover", "stats_logger", "perf_tracer")
@@ -19,6 +20,7 @@ def check(config: Config) -> Iterator[Problem]:
     yield from _sampling(config)
     yield from _rewards(config)
     yield from _datasets(config)
+    yield from server_flags(config)
 
 
 def _one_run_directory(config: Config) -> Iterator[Problem]:

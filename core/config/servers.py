@@ -1,11 +1,12 @@
 """Sections `sglang` and `vllm`: flags of the inference servers; the allocation picks which one is read.
 
-The names are the servers' own. `extra` takes any other flag of theirs.
+The names are the servers' own: those of AReaL with its defaults here, every other flag of the tested versions as an
+extra that core.config.flags knows (core.config.checks refuses the rest). `extra` takes any flag, known or not.
 """
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from core.config.base import Foreign, Section
 
@@ -13,7 +14,14 @@ OptionalInt = int | None
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class SGLang(Section):
+class ServerSection(Section):
+    model_config = ConfigDict(extra="allow")
+
+
+LACKING = "is no flag of the tested versions"
+
+
+class SGLang(ServerSection):
     model_path: str = ""  # nothing but actor.path: the servers serve what is trained
     random_seed: int = 1
     skip_tokenizer_init: bool = False
@@ -26,13 +34,8 @@ class SGLang(Section):
     disable_overlap_schedule: bool = False
     enable_mixed_chunk: bool = False
     enable_dp_attention: bool = False
-    enable_ep_moe: bool = False
     enable_torch_compile: bool = False
     torch_compile_max_bs: int = 32
-    cuda_graph_max_bs: OptionalInt = None
-    cuda_graph_bs: tuple[int, ...] | None = None
-    torchao_config: str = ""
-    enable_nan_detection: bool = False
     enable_p2p_check: bool = False
     triton_attention_reduce_in_fp32: bool = False
     triton_attention_num_kv_splits: int = 8
@@ -66,12 +69,20 @@ class SGLang(Section):
     show_time_cost: bool = False
     enable_metrics: bool = True
     decode_log_interval: int = 1
-    enable_multithread_load: bool = False
     enable_return_routed_experts: bool = False
     extra: dict[str, Any] = Field(default={})  # ours
 
+    foreign: ClassVar[dict[str, Foreign]] = {
+        "enable_ep_moe": Foreign(False, why=LACKING),
+        "cuda_graph_max_bs": Foreign(None, why=LACKING),
+        "cuda_graph_bs": Foreign(None, why=LACKING),
+        "torchao_config": Foreign("", why=LACKING),
+        "enable_nan_detection": Foreign(False, why=LACKING),
+        "enable_multithread_load": Foreign(False, why=LACKING),
+    }
 
-class Vllm(Section):
+
+class Vllm(ServerSection):
     model: str = ""  # nothing but actor.path: the servers serve what is trained
     seed: int = 1
     skip_tokenizer_init: bool = False
@@ -80,7 +91,6 @@ class Vllm(Section):
     distributed_executor_backend: str = "mp"
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     block_size: int = 16
-    swap_space: int = 4
     cpu_offload_gb: float = 0.0
     disable_sliding_window: bool = True
     max_model_len: Annotated[int, Field(ge=1)] | None = 32768
@@ -97,5 +107,6 @@ class Vllm(Section):
     extra: dict[str, Any] = Field(default={})  # ours
 
     foreign: ClassVar[dict[str, Foreign]] = {
+        "swap_space": Foreign(4, why=LACKING),
         "worker_extension_cls": Foreign("areal.engine.vllm_ext.vllm_worker_extension.VLLMWorkerExtension"),
     }

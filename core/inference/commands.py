@@ -104,7 +104,7 @@ def sglang(config: Config, seat: Seat) -> Launch:
     if seat.device == "cpu":
         words |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
         words |= {"max_total_tokens": _CPU_KV_TOKENS, "mem_fraction_static": 0.3, "skip_server_warmup": True}
-        left_out = {"attention_backend", "sampling_backend", "mem_fraction_static", "cuda_graph_max_bs"}
+        left_out = {"attention_backend", "sampling_backend", "mem_fraction_static"}
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return Launch((*first, *_flags("sglang", section, words, left_out)), _common() | environment)
 

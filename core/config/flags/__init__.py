@@ -37,6 +37,9 @@ class Flags:
         entry = self._entry(name)
         return entry["kind"] if entry else "unknown"
 
+    def choices(self, name: str) -> list[str]:
+        return (self._entry(name) or {}).get("choices", [])
+
     def is_default(self, name: str, value: Any) -> bool:
         entry = self._entry(name)
         if entry is None:
