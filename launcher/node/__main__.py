@@ -82,6 +82,7 @@ def settings(config: Config) -> Settings:
         watchdog_secs=config.watchdog_secs,
         verify=config.weight_sync.verify,
         visible_secs=config.weight_sync.visible_secs,
+        setup_secs=config.rollout.setup_timeout,
         preempted_secs=config.slurm.signal_lead_secs / 2,
     )
 

@@ -32,7 +32,6 @@ from launcher.node.rank_group import RankGroup
 from launcher.node.specs import Kind, NodeContext, lead_node, rank_specs, server_specs, service_specs
 from launcher.node.state import Phase, Rendezvous, RunError, State, read_rendezvous, read_state, write_rendezvous
 
-RENDEZVOUS_SECS = 300.0
 STACK_SECS = 1.0
 FAREWELL_SECS = 5.0
 OPENING_SECS = 60.0
@@ -48,6 +47,8 @@ class Settings:
     watchdog_secs: float = 600.0
     verify: Any = "full"
     visible_secs: float = 90.0
+    setup_secs: float = 300.0
+    """From a daemon's own start until the others must be there (rollout.setup_timeout)."""
     preempted_secs: float = 60.0
     """What the cluster's warning leaves for a last checkpoint."""
 
@@ -135,6 +136,7 @@ class Daemon:
             token=self.token,
             retries=self.settings.retries,
             watchdog_secs=self.settings.watchdog_secs,
+            setup_secs=self.settings.setup_secs,
             end=self.end,
             raise_generation=self._raise_generation,
             children=lambda: {child.name: child.state for child in self.children},
@@ -162,7 +164,8 @@ class Daemon:
         return task
 
     async def _find_the_lead(self) -> None:
-        deadline = time.monotonic() + RENDEZVOUS_SECS
+        limit = self.settings.setup_secs
+        deadline = time.monotonic() + limit
         while self.ending is None:
             found = read_rendezvous(self.context.run_dir, self.context.attempt)
             if found is not None:
@@ -170,7 +173,7 @@ class Daemon:
                 return
             if time.monotonic() > deadline:
                 attempt, path = self.context.attempt, self.context.run_dir.rendezvous
-                self.fail(f"no {path} of attempt {attempt} within {RENDEZVOUS_SECS:.0f} s: the lead daemon is missing")
+                self.fail(f"no {path} of attempt {attempt} within {limit:.0f} s: the lead daemon is missing")
             await asyncio.sleep(0.1)
 
     # --- what happens meanwhile

@@ -22,7 +22,6 @@ POLL_SECS = 1.0
 QUIET_SECS = 4.0
 """A beat older than this has its daemon asked; a refused connection means it is dead."""
 LOST_SECS = 30.0
-ARRIVAL_SECS = 300.0
 STATE_SECS = 10.0
 
 
@@ -35,6 +34,7 @@ class Lead:
         token: str,
         retries: int,
         watchdog_secs: float,
+        setup_secs: float = 300.0,
         end: Callable[[Ending], None],
         raise_generation: Callable[[int], None],
         children: Callable[[], dict[str, str]],
@@ -43,6 +43,7 @@ class Lead:
         self.context = context
         self.state = state
         self.retries = retries
+        self.setup_secs = setup_secs
         self.rank_deaths = 0
         self.statuses: dict[str, Any] = {}
         self._token = token
@@ -157,8 +158,8 @@ class Lead:
             return
         url = book.daemon(node)
         if url is None:
-            if time.monotonic() - self._began > ARRIVAL_SECS:
-                self._lost(node, f"never came up within {ARRIVAL_SECS:.0f} s")
+            if time.monotonic() - self._began > self.setup_secs:
+                self._lost(node, f"never came up within {self.setup_secs:.0f} s")
             return
         age = book.beat_ages.get(node, 0.0)
         if age > LOST_SECS:

@@ -18,7 +18,7 @@ from submitit.core.plugins import get_executors
 from core.config import Config, load
 from launcher.launch import Launch
 from launcher.node.specs import REPOSITORY
-from launcher.node.state import read_state, write_state
+from launcher.node.state import Phase, RunError, read_state, write_state
 from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm import snapshot
@@ -62,11 +62,23 @@ class SlurmScheduler:
         tasks = [(each.name, each.size.nodes, NodeTask(str(run_dir.root), each.name)) for each in job.components]
         job_ids = []
         for _ in range(job.chain):
-            handles = executor.send(text, tasks, hetjob=job.kind == "hetjob")
+            try:
+                handles = executor.send(text, tasks, hetjob=job.kind == "hetjob")
+            except SubmissionError as error:
+                self._note_refusal(run_dir, str(error), job_ids)
+                raise
             job_ids.append(handles[0].job_id.replace("+", ".").split(".")[0])
             write_jobs(run_dir, job_ids)
             self._note_first(run_dir, job_ids)
         return Sent(job_ids, plan.shape, plan.shape_why)
+
+    @staticmethod
+    def _note_refusal(run_dir: RunDir, why: str, job_ids: list[str]) -> None:
+        """Nothing was started, or not all of a chain: the jobs that are there already are taken back."""
+        scancel(job_ids)
+        state = read_state(run_dir)
+        assert state is not None
+        write_state(run_dir, dataclasses.replace(state, phase=Phase.FAILED, error=RunError("sbatch", why)))
 
     @staticmethod
     def _note_first(run_dir: RunDir, job_ids: list[str]) -> None:
@@ -83,4 +95,5 @@ def is_mine(views: dict[str, JobView]) -> bool:
 
 def scancel(job_ids: list[str]) -> None:
     """Whole jobs, by their leaders."""
-    subprocess.run(["scancel", *job_ids], timeout=CANCEL_SECS, check=False, capture_output=True)
+    if job_ids:
+        subprocess.run(["scancel", *job_ids], timeout=CANCEL_SECS, check=False, capture_output=True)
