@@ -46,17 +46,24 @@ PARTS = (
     ),
     Part(
         "unit",
-        (pytest_command("-n", "2", *[f"tests/{area}" for area in ("config", "cli", "plan", "rpc", "report", "rl")]),),
+        (pytest_command("-n", "2", *[f"tests/{area}" for area in ("config", "cli", "docs", "plan", "rpc", "report", "rl")]),),
         8,
     ),
     Part("data", (pytest_command("-n", "2", "tests/data", "tests/weights"),), 8),
     Part("model parity", (pytest_command("-n", "2", "tests/model"),), 10),
+    Part("layouts", (pytest_command("tests/parallel"),), 10),
     Part("engine", (pytest_command("-n", "2", "tests/engine"),), 10),
     Part("inference and rollout", (pytest_command("tests/embedded", "tests/rollout", "tests/rewards"),), 10),
     Part("processes", (pytest_command("tests/node"),), 10),
     Part("end to end", (pytest_command("tests/e2e"),), 20),
-    Part("quickstart, three seeds", ((sys.executable, "-m", "bench.quickstart", "--seeds", "0", "1", "2", "--check"),), 45, full=True),
-    Part("asynchrony", ((sys.executable, "-m", "bench.asynchrony", "--check"),), 15, full=True),
+    Part("quickstart", ((sys.executable, "-m", "bench.quickstart", "--check"),), 15),
+    Part(
+        "quickstart, three seeds",
+        ((sys.executable, "-m", "bench.quickstart", "--seeds", "0", "1", "2", "--check"),),
+        45,
+        full=True,
+    ),
+    Part("asynchrony", ((sys.executable, "bench/async.py", "--check"),), 15, full=True),
     Part("long forms", (pytest_command("-m", "slow", "tests"),), 30, full=True),
 )
 
