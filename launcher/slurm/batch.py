@@ -2,8 +2,8 @@
 
 Runs on the job's first node, called by the batch script. `start` prints the number of this attempt, or nothing when
 there is nothing left to do; "which attempt" is decided here and now, never stored when the job is submitted. `finish`
-turns how the steps ended, and what the lead daemon wrote, into the job's exit status, and is the one place that asks
-Slurm for a requeue.
+turns how the steps ended, and what the lead daemon wrote, into the job's exit status; 85 has the script ask for one
+requeue. Neither calls Slurm: they may run in a container.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -20,10 +19,7 @@ from pathlib import Path
 from core.config import Config, load
 from launcher.node.state import Phase, RunError, State, beat, read_state, write_state
 from launcher.run_dir import RunDir
-
-PREEMPTED_STATUS = 85
-KILL_WAIT_SECS = 120.0
-RUNNING_STATES = ("RUNNING", "SIGNALING")
+from launcher.slurm.script import AGAIN_STATUS
 
 
 def start(run_dir: RunDir) -> int | None:
@@ -35,6 +31,13 @@ def start(run_dir: RunDir) -> int | None:
         say(f"{run_dir.root} is {state.phase}: nothing left to do")
         return None
     job = os.environ.get("SLURM_JOB_ID", "")
+    if (
+        state.phase is Phase.FAILED
+        and not lost_a_daemon(state)
+        and _begun_by(run_dir, state.attempt) not in (None, job)
+    ):
+        say(f"an earlier job of the chain failed ({state.error.process if state.error else 'no error'}): nothing to do")
+        return None
     fresh = state.attempt
     while not _take(run_dir, fresh, job):
         fresh += 1
@@ -45,6 +48,13 @@ def start(run_dir: RunDir) -> int | None:
     beat(run_dir)
     say(f"attempt {state.attempt} of {run_dir.root}, job {job}, after step {state.step}")
     return state.attempt
+
+
+def _begun_by(run_dir: RunDir, attempt: int) -> str | None:
+    try:
+        return str(json.loads((run_dir.logs / str(attempt) / "job.json").read_text())["job"])
+    except FileNotFoundError:
+        return None
 
 
 def _take(run_dir: RunDir, attempt: int, job: str) -> bool:
@@ -75,25 +85,27 @@ def finish(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> int:
     config = load(run_dir.config, [])
     if not state.phase.final and state.phase is not Phase.PREEMPTED:
         reason = broken_off(run_dir, attempt, statuses)
-        preempted = PREEMPTED_STATUS in statuses.values() and reason is None
+        preempted = AGAIN_STATUS in statuses.values() and reason is None
         phase = Phase.PREEMPTED if preempted else Phase.FAILED
         state = write_state(run_dir, dataclasses.replace(state, phase=phase, error=reason))
     if state.phase is Phase.DONE:  # the run is whole; only a step's own end was not clean
         return 0
-    if wants_requeue(config, state):
-        requeue(state)
-    return 1 if state.phase is not Phase.PREEMPTED else PREEMPTED_STATUS
+    return AGAIN_STATUS if goes_on(config, state) else 1
 
 
-def wants_requeue(config: Config, state: State) -> bool:
-    """A warning of the cluster always; a lost daemon (its node, most likely) as often as recover.retries allows."""
+def goes_on(config: Config, state: State) -> bool:
+    """Whether to requeue: after a warning of the cluster always, after a lost daemon (its node, most likely) as often
+    as recover.retries allows.
+    """
     if not config.slurm.requeue:
         return False
     if state.phase is Phase.PREEMPTED:
         return True
-    recovers = config.recover.mode in ("on", "auto")
-    lost = state.phase is Phase.FAILED and state.error is not None and state.error.process.startswith("daemon of")
-    return lost and recovers and state.attempt <= config.recover.retries
+    return lost_a_daemon(state) and config.recover.mode in ("on", "auto") and state.attempt <= config.recover.retries
+
+
+def lost_a_daemon(state: State) -> bool:
+    return state.phase is Phase.FAILED and state.error is not None and state.error.process.startswith("daemon of")
 
 
 def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> RunError | None:
@@ -101,7 +113,7 @@ def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> Ru
     verdict = run_dir.logs / str(attempt) / "preflight" / "verdict"
     if verdict.exists():
         return RunError("preflight", verdict.read_text().strip(), log=str(verdict.parent))
-    if statuses and set(statuses.values()) <= {0, PREEMPTED_STATUS} and PREEMPTED_STATUS in statuses.values():
+    if statuses and set(statuses.values()) <= {0, AGAIN_STATUS} and AGAIN_STATUS in statuses.values():
         return None
     parts = [
         f"the step of {name} ended with 0, but its lead daemon never wrote that the run is done"
@@ -110,28 +122,6 @@ def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> Ru
         for name, code in statuses.items()
     ] or ["no step reported its end"]
     return RunError("slurm", "; ".join(parts), log=str(run_dir.logs / str(attempt)))
-
-
-def requeue(state: State) -> None:
-    """Once, for the whole job; then waits to be killed: an early exit would end the job instead."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    now = job_state(job)
-    if now not in RUNNING_STATES:
-        say(f"job {job} is {now}: Slurm is ending it, nothing to requeue")
-        return
-    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        say(f"scontrol requeue {job} failed: {done.stderr.strip()}")
-        return
-    say(f"job {job} is requeued after step {state.step}")
-    time.sleep(KILL_WAIT_SECS)
-
-
-def job_state(job: str) -> str:
-    words = ["scontrol", "show", "job", "-o", job]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    fields = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
-    return fields.get("JobState", "unknown")
 
 
 def say(text: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from core.config.slurm import Ask
 from launcher.slurm.job import Component, Job, Size
 
+AGAIN_STATUS = 85
+"""Of a daemon that the cluster stopped, and of launcher.slurm.batch when the run should go on in another attempt."""
 NAMED = (
     "partition", "account", "qos", "time", "constraint", "reservation", "nodelist", "exclude", "licenses", "comment",
 )  # fmt: skip
@@ -83,7 +85,8 @@ def _body(job: Job) -> Iterator[str]:
     yield f"run={shlex.quote(job.run)}"
     yield f"export PYTHONPATH={shlex.quote(job.code)}${{PYTHONPATH:+:$PYTHONPATH}}"
     yield "export PYTHONUNBUFFERED=1 SUBMITIT_EXECUTOR=components"
-    yield from dict.fromkeys(line for each in job.components for line in _surroundings(each.ask))
+    common = _common_surroundings(job)
+    yield from common
     yield from _node_lists(job)
     helper = shlex.join(_python(job, job.components[0], step=False))
     yield f'attempt=$({helper} -P -m launcher.slurm.batch start "$run") || exit 1'
@@ -94,7 +97,9 @@ def _body(job: Job) -> Iterator[str]:
     yield "trap : TERM USR2"
     yield 'step() { trap : TERM USR2; local name=$1; shift; "$@"; echo "$name $?" >&9; }'
     for index, component in enumerate(job.components):
-        yield from ("", _step(job, index, component))
+        step = _step(job, index, component)
+        own = [line for line in _surroundings(component.ask) if line not in common]
+        yield from ("", "\n".join(["(", *own, step, ") &"]) if own else f"{step} &")
     yield from _wait(job, helper)
 
 
@@ -102,6 +107,12 @@ def _surroundings(ask: Ask) -> Iterator[str]:
     if ask.modules:
         yield "module load " + shlex.join(ask.modules)
     yield from ask.setup or ()
+
+
+def _common_surroundings(job: Job) -> list[str]:
+    """What all components want is done once, the rest around the step of the component that wants it."""
+    first, *others = [list(_surroundings(each.ask)) for each in job.components]
+    return first if all(lines == first for lines in others) else []
 
 
 def _node_lists(job: Job) -> Iterator[str]:
@@ -155,7 +166,7 @@ def _step(job: Job, index: int, component: Component) -> str:
     return (
         f"step {component.name} env {shlex.join(environment)} \\\n"
         f"  srun {shlex.join(srun)}{where}{output} \\\n"
-        f'  {task} "$run/submitit" &'
+        f'  {task} "$run/submitit"'
     )
 
 
@@ -169,4 +180,9 @@ while [ "$left" -gt 0 ] && {{ [ "$deadline" = 0 ] || [ "$SECONDS" -lt "$deadline
   elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + {VERDICT_SECS})); fi
 done
 {helper} -P -m launcher.slurm.batch finish "$run" "$attempt" "${{status[@]}}"
-exit"""
+code=$?
+# one requeue for the whole job, unless Slurm is ending it; then wait to be killed: an early exit would end the job
+if [ "$code" = {AGAIN_STATUS} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T | head -n 1)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID" && echo "job $SLURM_JOB_ID is requeued" >&2 && sleep 120
+fi
+exit "$code\""""

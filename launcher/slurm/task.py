@@ -21,8 +21,8 @@ from launcher.node.state import read_state
 from launcher.plan import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm import preflight
-from launcher.slurm.batch import PREEMPTED_STATUS
 from launcher.slurm.interface import Interface, choose
+from launcher.slurm.script import AGAIN_STATUS
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 CACHES = {
@@ -77,8 +77,8 @@ class NodeTask:
         os.close(handle)
         status = serve(run_dir, place)
         state = read_state(run_dir)
-        if status == PREEMPTED_STATUS:
-            sys.exit(PREEMPTED_STATUS)
+        if status == AGAIN_STATUS:
+            sys.exit(AGAIN_STATUS)
         if status != 0:
             raise NodeFailed(f"{place.name} on {place.host} ended with status {status}; see {log}")
         return {"node": place.name, "host": place.host, "attempt": place.attempt, "step": state.step if state else None}

@@ -108,14 +108,23 @@ class Run:
 
     def await_out_of_queue(self, seconds: float = 60) -> None:
         job = self.state.job_id
-        self._until(lambda: not self.cluster.call("squeue", "-h", "-j", str(job), check=False), seconds, f"end of job {job}")
+        self._until(
+            lambda: not self.cluster.call("squeue", "-h", "-j", str(job), check=False), seconds, f"end of job {job}"
+        )
+
+    def await_out_of_queue_or_attempt(self, attempt: int, seconds: float = 120) -> None:
+        job = str(self.state.job_id)
+        gone = lambda: not self.cluster.call("squeue", "-h", "-j", job, check=False)  # noqa: E731
+        self._until(lambda: self.state.attempt >= attempt or gone(), seconds, f"attempt {attempt} or the job's end")
 
     def _until(self, condition: Any, seconds: float, what: str) -> None:
         try:
             until(condition, seconds, what)
         except AssertionError:
             print(self.state, self.cluster.call("squeue", check=False), sep="\n")
-            print("\n".join(f"── {path}\n{path.read_text()[-1500:]}" for path in sorted(self.root.glob("submitit/*.out"))))
+            print(
+                "\n".join(f"── {path}\n{path.read_text()[-1500:]}" for path in sorted(self.root.glob("submitit/*.out")))
+            )
             print(log_tails(self.root, 1500))
             raise
 
