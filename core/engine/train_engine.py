@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from core.engine.optimizer import Optimizer, gradient_norm, scale_gradients
 from core.ops.packed import PackedBatch, Scores
 from core.parallel.fsdp import gather_whole, owners
+from core.parallel.layers import sum_partial_gradients
 from core.parallel.mesh import Mesh
 
 # below this, gradients of several micro-batches are summed unsharded and reduced once
@@ -105,8 +106,9 @@ class TrainEngine:
             part = 0.0 * scores.logp_R.sum() if micro.empty else loss(j, scores)
             part.backward()
             total += part.detach()
-        if self.mesh.loss is not None:
-            dist.all_reduce(total, group=self.mesh.loss)
+        if self.mesh.dp is not None:
+            dist.all_reduce(total, group=self.mesh.dp)
+        sum_partial_gradients(self.parameters.values(), self.mesh.team.tp)
         norm = gradient_norm(self.parameters, self.mesh.world)
         middle = time.perf_counter()
         value = total.item()

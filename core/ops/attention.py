@@ -1,14 +1,16 @@
 """Attention inside the documents of one packed stream.
 
-Owns one function with two backends: FlashAttention's varlen kernel on CUDA in half precision, and everywhere else dense
-attention over documents of (near) equal length at once. Knows no cache, no rope and no parallelism.
-Shapes: T tokens, H heads, d head width, B documents of a batch, L their length.
+Owns one function, and its form for spans of queries, with two backends: FlashAttention's varlen kernel on CUDA in half
+precision, and everywhere else dense attention over documents of (near) equal length at once. Knows no cache, no rope
+and no parallelism.
+Shapes: T tokens, Q queries, K keys, H heads, d head width, B documents of a batch, L their length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,24 @@ def attention(
         q, k, v = (x.index_select(0, index) for x in (q_THd, k_THd, v_THd))
         outs.append(_dense(q, k, v, batch, causal))
     return torch.cat(outs).index_select(0, order)
+
+
+def attention_to(
+    q_QHd: Tensor, k_KHd: Tensor, v_KHd: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int
+) -> Tensor:
+    """Causal attention of spans of queries, each to its own span of keys, whose last key is its last query's token."""
+    if q_QHd.is_cuda and q_QHd.dtype in (torch.bfloat16, torch.float16):
+        k_KHd, v_KHd = _repeat_heads(q_QHd, k_KHd), _repeat_heads(q_QHd, v_KHd)
+        o_QHd = varlen.varlen_attn(q_QHd, k_KHd, v_KHd, cu_q, cu_k, longest_q, longest_k, window_size=(-1, 0))
+        assert isinstance(o_QHd, Tensor)
+        return o_QHd
+    outs = []
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_QHd[a:b], k_KHd[c:d], v_KHd[c:d]))
+        seen = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - (b - a))
+        gqa = q.shape[1] != k.shape[1]
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=gqa)[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _dense(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, batch: _Batch, causal: bool) -> Tensor:

@@ -10,6 +10,7 @@ A group of None or of size 1 makes each of them the identity.
 | scatter        | take own slice | all-gather     |
 | gather_sum     | all-gather     | reduce-scatter |
 | reduce_scatter | reduce-scatter | all-gather     |
+| swap           | all-to-all     | all-to-all     |
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from core.parallel.torch_api import all_gather_single, reduce_scatter_single
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -60,6 +63,11 @@ def gather_sum(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum of every rank's partial values."""
     return x if group_size(group) == 1 else _ReduceScatter.apply(x, group, dim)
+
+
+def swap(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Row r of the first dim goes to rank r of the group; row r of the result came from it."""
+    return x if group_size(group) == 1 else _Swap.apply(x, group)
 
 
 class _Copy(torch.autograd.Function):
@@ -127,6 +135,23 @@ class _ReduceScatter(torch.autograd.Function):
         return _concatenate(grads[0], ctx.group, ctx.dim), None, None
 
 
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _swapped(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _swapped(grads[0], ctx.group), None
+
+
+def _swapped(x: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
+
+
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     total = x.contiguous().clone()
     dist.all_reduce(total, group=group)
@@ -140,15 +165,16 @@ def _own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _concatenate(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
+    ranks = group.size()
+    found = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    all_gather_single(found, x.contiguous(), group=group)
+    return found if dim == 0 else torch.cat(found.chunk(ranks), dim=dim)
 
 
 def _sum_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     if x.shape[dim] % group.size():
         raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide among {group.size()} ranks")
-    parts = [part.contiguous() for part in x.chunk(group.size(), dim=dim)]
-    own = torch.empty_like(parts[group.rank()])
-    dist.reduce_scatter(own, parts, group=group)
+    stacked = x if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))
+    own = stacked.new_empty((stacked.shape[0] // group.size(), *stacked.shape[1:]))
+    reduce_scatter_single(own, stacked.contiguous(), group=group)
     return own

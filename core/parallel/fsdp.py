@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def shard(
@@ -64,7 +65,8 @@ def gather_whole(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
             unit.unshard()
         try:
             for name in names:
-                yield name, model.get_parameter(name).detach().to(dtype)
+                found = model.get_parameter(name).detach()
+                yield name, (found.full_tensor() if isinstance(found, DTensor) else found).to(dtype)
         finally:
             if unit is not None:
                 unit.reshard()

@@ -2,6 +2,15 @@
 
 The one owner of the device mesh and of the process groups made of its axes. A function that communicates is given the
 group it communicates over; nothing fetches a global one. One process alone has no mesh and needs no process group.
+
+| name   | axes                  | its ranks                                                              |
+| dp     | dp_replicate,dp_shard | hold different samples                                                 |
+| team   | cp, tp                | work on the same samples together and end with the same scores         |
+| cp     | cp                    | hold different tokens of a stream, and whole weights when gathered     |
+| tp     | tp                    | hold different rows or columns of a weight                             |
+| fsdp   | dp_replicate, shard   | share out what tp left of each weight: shard is dp_shard × cp          |
+
+A pipeline axis would come first: its stages hold different layers, and all of the above lies inside a stage.
 """
 
 from __future__ import annotations
@@ -40,6 +49,19 @@ class Degrees:
 
 
 @dataclass(frozen=True)
+class Team:
+    """The ranks that work on one stream together. Each field is None where its axis has one rank."""
+
+    cp: dist.ProcessGroup | None = None
+    tp: DeviceMesh | None = None  # a mesh, since weights are tensors on it
+    all: dist.ProcessGroup | None = None  # cp × tp
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        return None if self.tp is None else self.tp.get_group()
+
+
+@dataclass(frozen=True)
 class Mesh:
     """A rank's view of the mesh. Groups are None where their axis has one rank."""
 
@@ -48,9 +70,8 @@ class Mesh:
     device: torch.device
     root: DeviceMesh | None = None
     fsdp: DeviceMesh | None = None  # (shard) or (replicate, shard); shard = dp_shard × cp
-    dp: dist.ProcessGroup | None = None  # ranks with different samples
-    loss: dist.ProcessGroup | None = None  # dp × cp: ranks with different tokens
-    tp: dist.ProcessGroup | None = None
+    dp: dist.ProcessGroup | None = None
+    team: Team = Team()
     world: dist.ProcessGroup | None = None
 
     @property
@@ -60,6 +81,11 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         return self.rank // (self.degrees.cp * self.degrees.tp)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its team."""
+        return self.rank % (self.degrees.cp * self.degrees.tp) == 0
 
     @property
     def size(self) -> int:
@@ -82,17 +108,15 @@ def build_mesh(degrees: Degrees, *, rank: int, device: torch.device) -> Mesh:
     if degrees.dp_replicate > 1:
         names = ("dp_replicate", "shard" if degrees.cp > 1 else "dp_shard")
         fsdp = root[names]
-    dp = root["dp_replicate", "dp_shard"]._flatten("dp")
-    loss = root["dp_replicate", "dp_shard", "cp"]._flatten("loss") if degrees.cp > 1 else dp
+    team = root["cp", "tp"]._flatten("team")
     return Mesh(
         degrees,
         rank,
         device,
         root,
         fsdp,
-        dp=_group(dp),
-        loss=_group(loss),
-        tp=_group(root["tp"]),
+        dp=_group(root["dp_replicate", "dp_shard"]._flatten("dp")),
+        team=Team(_group(root["cp"]), root["tp"] if degrees.tp > 1 else None, _group(team)),
         world=dist.group.WORLD,
     )
 

@@ -62,14 +62,13 @@ def make_engine(
     checkpointing: str = "none",
     one_unit: bool = True,
     freeze_vision: bool = False,
+    cp_style: str = "ulysses",
 ) -> TrainEngine:
     """An engine as the trainer builds it."""
     compute = getattr(torch, dtype)
     family = family_of(path)
     args = family.args.from_pretrained(path, dtype=infra.master_dtype(compute))
-    model = family.model.on_meta(args)
-    model.to_empty(device=mesh.device)
-    model.tie()
+    model = family.model.on_meta(args, team=mesh.team, cp_style=cp_style)
     actor = SimpleNamespace(
         freeze_vision=freeze_vision,
         gradient_checkpointing=checkpointing != "none",
@@ -78,6 +77,8 @@ def make_engine(
         archon=SimpleNamespace(ac_mode=checkpointing, selective_ac_option="op", reshard_after_forward_policy="default"),
     )
     infra.parallelize(model, mesh, actor, one_unit_below=infra.ONE_UNIT_BELOW if one_unit else 0)
+    model.to_empty(device=mesh.device)
+    model.tie()
     family.adapter(args).load_into(model, path)
     return TrainEngine(model, mesh, optimizer, compute_dtype=compute)
 
@@ -193,6 +194,9 @@ def policy_step(
         assert scores.entropy_R is not None or not lengths
         for i, logp_R in zip(own[j], scores.logp_R.split(lengths), strict=True):
             step.logp[batch.documents[i].name] = logp_R
+        if scores.entropy_R is not None:
+            for i, entropy_R in zip(own[j], scores.entropy_R.split(lengths), strict=True):
+                step.entropy[batch.documents[i].name] = entropy_R
     return step
 
 

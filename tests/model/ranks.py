@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from core.ops.packed import PackedBatch
 from core.parallel import collectives
-from core.parallel.layers import ColumnParallelLinear, ShardError, shards
+from core.parallel.layers import ColumnParallelLinear, ShardError, sum_partial_gradients
+from core.parallel.mesh import Team
 from models.archon.qwen2.model import Qwen2Model, Qwen2ModelArgs, Qwen2StateDictAdapter
 
 WORLD = 2
@@ -24,13 +25,14 @@ def run(rank: int, folder: Path, checkpoints: dict[str, Path], packed: PackedBat
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     group = dist.group.WORLD
     assert group is not None
     found: dict[str, Any] = {"collectives": moved(rank, group)}
     for name, path in checkpoints.items():
-        found[name] = {"tp": tensor_parallel(path, packed, group), "fsdp": fully_sharded(path, packed)}
+        found[name] = {"tp": tensor_parallel(path, packed, mesh), "fsdp": fully_sharded(path, packed)}
     try:
-        ColumnParallelLinear(8, 9, tp=group)
+        ColumnParallelLinear(8, 9, tp=mesh)
         found["uneven"] = ""
     except ShardError as error:
         found["uneven"] = str(error)
@@ -59,20 +61,21 @@ def moved(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[torch.Tensor, 
     return found
 
 
-def tensor_parallel(path: Path, packed: PackedBatch, group: dist.ProcessGroup) -> dict[str, Any]:
+def tensor_parallel(path: Path, packed: PackedBatch, mesh: DeviceMesh) -> dict[str, Any]:
     """Logits, scores and every gradient of the model whose layers are cut over both ranks."""
-    model = Qwen2Model(Qwen2ModelArgs.from_pretrained(path), tp=group)
+    model = Qwen2Model(Qwen2ModelArgs.from_pretrained(path), team=Team(tp=mesh, all=mesh.get_group()))
     scores = model(packed).scores
     assert scores is not None
     (scores.logp_R.sum() + scores.entropy_R.square().sum()).backward()
+    sum_partial_gradients(model.parameters(), mesh)
     with torch.no_grad():
         logits = model(PackedBatch(**{**vars(packed), "scoring": None})).logits_RV
     return {
         "logits": logits,
         "logp": scores.logp_R.detach(),
         "entropy": scores.entropy_R.detach(),
-        "grads": {name: p.grad for name, p in model.named_parameters()},
-        "cuts": {name: dim for name, (dim, _) in shards(model).items()},
+        "grads": {name: whole(p.grad) for name, p in model.named_parameters()},
+        "o_proj": tuple(model.model.layers[0].self_attn.o_proj.weight.to_local().shape),
     }
 
 

@@ -50,12 +50,8 @@ class Exchange:
         """Sum over the ranks that hold different samples."""
         return self._reduced(values, self.mesh.dp, dist.ReduceOp.SUM)
 
-    def sum_tokens(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that hold different tokens."""
-        return self._reduced(values, self.mesh.loss, dist.ReduceOp.SUM)
-
-    def max_tokens(self, values: Tensor) -> Tensor:
-        return self._reduced(values, self.mesh.loss, dist.ReduceOp.MAX)
+    def max_samples(self, values: Tensor) -> Tensor:
+        return self._reduced(values, self.mesh.dp, dist.ReduceOp.MAX)
 
     def max_all(self, value: float) -> float:
         """The largest of all ranks' values."""

@@ -94,10 +94,10 @@ def build_engine(section: Any, mesh: Mesh, *, cache: str, optimizer: Any) -> tup
     family = family_of(path)
     compute = getattr(torch, section.dtype)
     args = family.args.from_pretrained(path, dtype=master_dtype(compute))
-    model = family.model.on_meta(args)
+    model = family.model.on_meta(args, team=mesh.team, cp_style=section.archon.cp_style)
+    parallelize(model, mesh, section)
     model.to_empty(device=mesh.device)
     model.tie()
-    parallelize(model, mesh, section)
     family.adapter(args).load_into(model, args.path)
     if optimizer is None:
         model.requires_grad_(False)

@@ -248,7 +248,7 @@ def _score(parts: list[list[Part]], session: Session) -> float:
         part.prox_R = scores.logp_R
         if scores.entropy_R is not None:
             entropy += torch.tensor([scores.entropy_R.double().sum().item(), float(scores.entropy_R.numel())])
-    total, count = session.exchange.sum_tokens(entropy).tolist()
+    total, count = session.exchange.sum_samples(entropy).tolist()
     return total / count if count else 0.0
 
 
@@ -350,6 +350,6 @@ def reduce_counts(counted: list[LossCounts], session: Session) -> LossCounts:
         total.add(counts)
     sums = torch.tensor([getattr(total, name) for name in LossCounts.SUMS], dtype=torch.float64)
     maxima = torch.tensor([getattr(total, name) for name in LossCounts.MAXIMA], dtype=torch.float64)
-    sums, maxima = session.exchange.sum_tokens(sums), session.exchange.max_tokens(maxima)
+    sums, maxima = session.exchange.sum_samples(sums), session.exchange.max_samples(maxima)
     values = dict(zip(LossCounts.SUMS + LossCounts.MAXIMA, [*sums.tolist(), *maxima.tolist()], strict=True))
     return LossCounts(**{name: value if math.isfinite(value) else math.inf for name, value in values.items()})

@@ -36,7 +36,7 @@ def parallelize(model: Any, mesh: Mesh, actor: Any, *, one_unit_below: int = ONE
     if actor.gradient_checkpointing:
         checkpoint_blocks(model, actor.archon.ac_mode, actor.archon.selective_ac_option)
     compute = getattr(torch, actor.dtype)
-    if mesh.fsdp is None or (mesh.size == 1 and compute == master_dtype(compute)):
+    if mesh.fsdp is None or (mesh.fsdp.size() == 1 and compute == master_dtype(compute)):
         return
     units = model.fsdp_units()
     if sum(p.numel() for p in model.parameters()) < one_unit_below:

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core.parallel.layers import shards
 from models.archon.qwen2.model.args import Qwen2ModelArgs
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -72,8 +70,7 @@ class Qwen2StateDictAdapter:
             files = {file: _open(stack, file) for file in _files(path)}
             slices = {name: (file, opened.get_slice(name)) for file, opened in files.items() for name in opened.keys()}  # noqa: SIM118
             found = self._by_hub_name({name: tuple(part.get_shape()) for name, (_, part) in slices.items()}, path)
-            cuts = {_unwrapped(name): cut for name, cut in shards(model).items()}
-            whole = {name: _whole_shape(parameter, cuts.get(name)) for name, parameter in self.tensors(model)}
+            whole = {name: tuple(parameter.shape) for name, parameter in self.tensors(model)}
             self._check(whole, {hub: shape for hub, (_, shape) in found.items()}, path)
             if self.args.tie_word_embeddings and HEAD in found:
                 self._check_tied(slices[found[HEAD][0]][1], slices[found[EMBEDDING][0]][1], path)
@@ -81,7 +78,7 @@ class Qwen2StateDictAdapter:
                 for hub, parameter in self.tensors(model):
                     file, part = slices[found[hub][0]]
                     try:
-                        _assign(parameter, part, cuts.get(hub))
+                        _assign(parameter, part)
                     except SafetensorError as error:
                         raise CheckpointError(f"{file}: {hub}: {error}") from error
 
@@ -91,7 +88,6 @@ class Qwen2StateDictAdapter:
         Raises CheckpointError; what came before the fault has been copied then.
         """
         parameters = dict(self.tensors(model))
-        cuts = {_unwrapped(name): cut for name, cut in shards(model).items()}
         missing = set(parameters)
         with torch.no_grad():
             for name, tensor in tensors:
@@ -100,10 +96,10 @@ class Qwen2StateDictAdapter:
                     continue
                 if hub not in missing:
                     raise CheckpointError(f"{name}: {'came twice' if hub in parameters else 'unknown to the model'}")
-                wanted = _whole_shape(parameters[hub], cuts.get(hub))
+                wanted = tuple(parameters[hub].shape)
                 if tuple(tensor.shape) != wanted:
                     raise CheckpointError(f"{name}: shape {list(tensor.shape)}, the model wants {list(wanted)}")
-                _assign(parameters[hub], tensor, cuts.get(hub))
+                _assign(parameters[hub], tensor)
                 missing.remove(hub)
         if missing:
             raise CheckpointError(f"missing tensors: {_some(sorted(missing))}")
@@ -174,32 +170,16 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _whole_shape(parameter: Tensor, cut: tuple[int, ProcessGroup] | None) -> tuple[int, ...]:
-    """Shape of a parameter before any cut."""
-    shape = list(parameter.shape)
-    if cut is not None and not _on_group(parameter):
-        shape[cut[0]] *= cut[1].size()
-    return tuple(shape)
-
-
-def _on_group(parameter: Tensor) -> bool:
-    """Whether a DTensor's global shape covers the tensor-parallel cut too."""
-    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _assign(parameter: Tensor, source: Any, cut: tuple[int, ProcessGroup] | None) -> None:
+def _assign(parameter: Tensor, source: Any) -> None:
     """Copies this rank's part of `source` (a tensor or a slice of a file) into the parameter."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    start = [0] * local.ndim
+    local, start = parameter, [0] * parameter.ndim
     if isinstance(parameter, DTensor):
+        local = parameter.to_local()
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
         start = list(offset)
         if local.numel() == 0 or 0 in shape:
             return
-    if cut is not None and not _on_group(parameter):
-        dim, group = cut
-        start[dim] += group.rank() * parameter.shape[dim]
     part = source[tuple(slice(s, s + n) for s, n in zip(start, local.shape, strict=True))]
     local.copy_(part)

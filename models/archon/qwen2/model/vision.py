@@ -1,6 +1,7 @@
 """The vision tower of Qwen2.5-VL: patches of all images and videos of a batch to embeddings, in one call.
 
-Owns windows, order and layers of the tower; every rank holds it whole. Names of modules are the hub's.
+Owns windows, order and layers of the tower; every rank holds it whole, and a team shares out whole images. Names of
+modules are the hub's.
 Shapes: P patches, K values of a patch, E tower width, H heads, d head width, N merged cells, D width of the text model.
 """
 
@@ -13,10 +14,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from core.ops.attention import attention
 from core.ops.rope import rotate
-from core.parallel.layers import ReplicatedLinear, RMSNorm
+from core.parallel import collectives
+from core.parallel.context import share_out
+from core.parallel.layers import ReplicatedLinear, RMSNorm, local
 from models.archon.qwen2.model.args import VisionArgs
 from models.archon.qwen2.model.rope import vision_tables
 
@@ -92,7 +96,8 @@ class PatchKernel(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
 
     def forward(self, pixels_PK: Tensor) -> Tensor:
-        return F.linear(pixels_PK.to(self.weight.dtype), self.weight.flatten(1))
+        weight = local(self.weight).flatten(1)
+        return F.linear(pixels_PK.to(weight.dtype), weight)
 
 
 class PatchEmbed(nn.Module):
@@ -184,3 +189,30 @@ class VisionTower(nn.Module):
             cu, longest = (frame_cu, order.frame_max) if full else (window_cu, order.window_max)
             x_PE = block(x_PE, cos, sin, cu, longest)
         return self.merger(x_PE).index_select(0, order.cell_N.to(device))
+
+
+def embed_over(tower: VisionTower, pixels_PK: Tensor, grids: Grids, team: ProcessGroup | None) -> Tensor:
+    """Embeddings of all images on every rank of the team, each image embedded by one of them.
+
+    A rank that gets none runs the tower on one cell of zeros, so that all make the same calls.
+    """
+    ranks = collectives.group_size(team)
+    if ranks == 1:
+        return tower(pixels_PK, grids)
+    cell = tower.args.spatial_merge_size**2
+    patches = [t * h * w for t, h, w in grids]
+    shares = share_out(patches, ranks)
+    own = shares[collectives.group_rank(team)]
+    pieces = pixels_PK.split(patches)
+    if own:
+        mine_ND = tower(torch.cat([pieces[i] for i in own]), tuple(grids[i] for i in own))
+    else:
+        side = tower.args.spatial_merge_size
+        mine_ND = tower(torch.zeros_like(pixels_PK[:cell]), ((1, side, side),))
+    most = max(1, *(sum(patches[i] for i in share) // cell for share in shares))
+    found_MD = collectives.gather_sum(F.pad(mine_ND, (0, 0, 0, most - mine_ND.shape[0])), team)
+    starts = np.empty(len(grids), dtype=np.int64)
+    for rank, share in enumerate(shares):
+        starts[share] = rank * most + np.cumsum([0, *(patches[i] // cell for i in share)])[:-1]
+    row_N = np.concatenate([start + np.arange(count // cell) for start, count in zip(starts, patches, strict=True)])
+    return found_MD.index_select(0, torch.from_numpy(row_N).to(found_MD.device))
