@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from core.config import Config, UserError, load
 from core.telemetry.files import write_atomic
+from launcher.fixed import differences, fixed_values
 from launcher.liveness import look
 from launcher.node.specs import ROLES
 from launcher.node.state import Phase, State, beat, processes_lock, read_state, write_state
@@ -91,6 +92,12 @@ def settle_again(run_dir: RunDir, before: Plan, overrides: Sequence[str]) -> tup
         if asked:
             raise ResumeError(f"resume goes on in {run_dir.root}; {', '.join(asked)} would be another run")
     config, planned = settle(config, emulated=before.emulate, on_cluster=True)
+    changed = differences(fixed_values(load(run_dir.config, [])), fixed_values(config))
+    if changed:
+        raise ResumeError(
+            f"{run_dir.root} cannot go on like this; start another run for: {'; '.join(changed)}\n"
+            "  what may change on resume: frequencies, learning rate, layout, limits and deadlines, totals"
+        )
     return config, dataclasses.replace(planned, swaps=[*before.swaps, *planned.swaps])
 
 

@@ -9,6 +9,7 @@ from core.config.actor import Actor, Critic
 from core.config.base import NotBuilt, Section
 from core.config.cluster import Cluster, Paths, Scheduler, WeightSync
 from core.config.dataset import TrainDataset, ValidDataset
+from core.config.deadlines import Deadlines
 from core.config.generation import Generation
 from core.config.periodic import Evaluator, Recover, Saver
 from core.config.rollout import Embedded, Rollout
@@ -68,6 +69,7 @@ class Config(Section):
     # ours
     paths: Paths = Paths()
     weight_sync: WeightSync = WeightSync()
+    deadlines: Deadlines = Deadlines()
     embedded: Embedded = Embedded()
     slurm: Slurm = Slurm()
     ray: dict[str, Any] = Field(default={})

@@ -22,6 +22,7 @@ from core.data.preparation import Preparation, Prepared, Split
 from core.data.tokenizer import Tokenizer
 from core.rpc.errors import RpcError
 from core.rpc.service import Call, Service
+from core.telemetry.phases import announce
 
 __all__ = ["DataService", "Split"]
 
@@ -144,6 +145,7 @@ class DataService:
             raise RpcError(400, f"no phase {phase!r}; there is {MISTAUGHT}")
         if phase == MISTAUGHT and self.splits[split].mistaught is None:
             raise RpcError(400, f"split {split!r} has no dataset_kwargs.mistaught")
+        announce("prompts")
         found, after = await self.prompts(split, place, count, phase=phase)
         following = None if after is None else {"epoch": after.epoch, "position": after.position}
         return {"prompts": found, "next": following}
@@ -156,6 +158,7 @@ class DataService:
         return await asyncio.to_thread(_npy, png)
 
     async def _found(self, name: str) -> bytes:
+        announce("images")
         png = await self.preparation.picture(name)
         if png is None:
             raise RpcError(404, f"no image {name[:64]!r} in this run")

@@ -1,7 +1,9 @@
 """Checkpoints to go on from: model, moments and everything that tells where training stands, by torch DCP.
 
 Owns `step-<N>/` below one directory: written under a temporary name, hashed into a manifest, renamed once. A broken one
-falls back to the one before it, or stops; that nothing was ever saved is the only reason to start afresh.
+falls back to the one before it, or stops; that nothing was ever saved is the only reason to start afresh. A save has
+two halves: `stage` copies to host memory while training waits, `write` may then run beside training, over a process
+group of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from core.engine.train_engine import TrainEngine
 from core.parallel.mesh import Mesh
 from core.telemetry.files import sync_directory, write_atomic
+from core.telemetry.phases import reach
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.json", "latest"
 _CHUNK = 8 << 20
@@ -41,34 +45,61 @@ class Loaded:
     warnings: list[str]
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A rank's part of a checkpoint in host memory: nothing that training changes."""
+
+    step: int
+    rank: int
+    tensors: dict[str, Any]
+    state: dict[str, Any]
+
+
 def save(root: Path, step: int, engine: TrainEngine, state: dict[str, Any], *, keep: int, gather: Gather) -> Path:
     """Writes `root/step-<step>` from all ranks together and keeps the newest `keep`; `state` (JSON) is rank 0's."""
-    final, staging = root / f"step-{step}", root / f".tmp-step-{step}"
-    mesh = engine.mesh
-    _together(gather, lambda: _fresh(root, staging) if mesh.rank == 0 else None, final)
-    assert engine.optimizer is not None
+    return write(root, stage(step, engine, state), keep=keep, gather=gather, group=engine.mesh.world)
 
-    def write() -> dict[str, Any]:
-        tensors = {"model": dict(engine.parameters), "moments": engine.optimizer.state()}  # type: ignore[union-attr]
-        dcp.save(tensors, checkpoint_id=staging, no_dist=mesh.world is None, process_group=mesh.world)
-        return {path.name: _record(path) for path in sorted(staging.glob(f"__{mesh.rank}_*.distcp"))}
+
+def stage(step: int, engine: TrainEngine, state: dict[str, Any]) -> Staged:
+    """Copies what is to be saved; training may go on as soon as it returns."""
+    assert engine.optimizer is not None
+    tensors = {"model": dict(engine.parameters), "moments": engine.optimizer.state()}
+    copied = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+    assert isinstance(copied, dict)
+    return Staged(step, engine.mesh.rank, copied, {**state, "step": step, "updates": dict(engine.optimizer.updates)})
+
+
+def write(root: Path, staged: Staged, *, keep: int, gather: Gather, group: dist.ProcessGroup | None) -> Path:
+    """The second half: files, manifest, rename, `latest`. All ranks together, over `group` and the `gather` over it."""
+    name, rank = f"step-{staged.step}", staged.rank
+    final, staging = root / name, root / f".tmp-{name}"
+    _together(gather, lambda: _fresh(root, staging) if rank == 0 else None, final)
+
+    def write_share() -> dict[str, Any]:
+        reach("checkpoint-data")
+        dcp.save(staged.tensors, checkpoint_id=staging, no_dist=group is None, process_group=group)
+        reach("checkpoint-metadata")
+        return {path.name: _record(path) for path in sorted(staging.glob(f"__{rank}_*.distcp"))}
 
     files: dict[str, Any] = {}
-    for part in _together(gather, write, final):
+    for part in _together(gather, write_share, final):
         files |= part
 
     def complete() -> None:
-        written = {**state, "step": step, "updates": engine.optimizer.updates}  # type: ignore[union-attr]
-        (staging / STATE).write_text(json.dumps(written))
-        for name in (".metadata", STATE):
-            files[name] = _record(staging / name)
-        write_atomic(staging / MANIFEST, json.dumps({"step": step, "files": files}))
+        (staging / STATE).write_text(json.dumps(staged.state))
+        reach("checkpoint-state")
+        for each in (".metadata", STATE):
+            files[each] = _record(staging / each)
+        write_atomic(staging / MANIFEST, json.dumps({"step": staged.step, "files": files}))
+        reach("checkpoint-manifest")
         _replace(staging, final)
+        reach("checkpoint-renamed")
         _point(root, final.name)
+        reach("checkpoint-latest")
         for old in _steps(root)[keep:]:
             shutil.rmtree(root / f"step-{old}", ignore_errors=True)
 
-    _together(gather, lambda: complete() if mesh.rank == 0 else None, final)
+    _together(gather, lambda: complete() if rank == 0 else None, final)
     return final
 
 

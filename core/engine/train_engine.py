@@ -22,6 +22,7 @@ from core.ops.packed import PackedBatch, Scores
 from core.parallel.fsdp import gather_whole, owners
 from core.parallel.layers import sum_partial_gradients
 from core.parallel.mesh import Mesh
+from core.telemetry.phases import announce
 
 # below this, gradients of several micro-batches are summed unsharded and reduced once
 REDUCE_ONCE_BELOW = 20_000_000
@@ -69,6 +70,7 @@ class TrainEngine:
         found = []
         for micro in micros:
             between()
+            announce("scoring")
             scores = self._forward(micro)
             found.append(Scores(scores.logp_R[:0], None) if micro.empty else scores)
         return found
@@ -102,10 +104,13 @@ class TrainEngine:
             last = j == len(micros) - 1
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(last or not self._reduce_once)
+            announce("forward")
             scores = self._forward(micro)
+            announce("backward")
             part = 0.0 * scores.logp_R.sum() if micro.empty else loss(j, scores)
             part.backward()
             total += part.detach()
+        announce("step")
         if self.mesh.dp is not None:
             dist.all_reduce(total, group=self.mesh.dp)
         sum_partial_gradients(self.parameters.values(), self.mesh.team.tp)

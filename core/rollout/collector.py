@@ -23,6 +23,7 @@ from core.rollout.pool import ServerPool
 from core.rollout.prompts import DataService, PromptSource
 from core.rollout.statistics import batch_stats
 from core.rollout.workflow import GroupVoidError, Prompt, Workflow
+from core.telemetry.phases import announce
 
 _SAMPLING_SECS = 0.05
 
@@ -246,7 +247,9 @@ class Collector:
         stats = {**batch_stats(groups, step), **self._interval_stats()}
         header = {"stats": stats, "cursor_after": entries[-1].cursor_after}
         pngs = {name: png for entry in entries for name, png in entry.pngs.items()}
+        announce("logging a batch")
         await asyncio.to_thread(self._journal.write_batch, step, groups, header, pngs)
+        announce("batch logged")
         self._remember(step, Batch([sample for group in groups for sample in group.samples], stats))
         self.formed = step
         self._wake_admission.set()

@@ -21,6 +21,7 @@ from core.rl.trajectory import Sample
 from core.rollout.prompts import DataService, PromptSource
 from core.rollout.update import WeightUpdates
 from core.rollout.workflow import GroupVoidError, Prompt, Workflow
+from core.telemetry.phases import announce
 
 _AT_ONCE = 64
 _AHEAD = 64
@@ -123,6 +124,7 @@ class Evaluations:
                 await self._updates.hold()
                 held = True
             evaluation.started = time.monotonic()
+            announce("evaluation")
             prompts = await self._prompts(evaluation)
             images = shuffled(prompts) if evaluation.request.shuffle_images else prompts
             gate = asyncio.Semaphore(_AT_ONCE)

@@ -35,12 +35,16 @@ class ServerPool:
         restart: Restart,
         *,
         server_deadline: float,
+        pause_deadline: float = 120.0,
+        load_deadline: float = 600.0,
         poll_secs: float = _POLL_SECS,
     ) -> None:
         self._registry = registry
         self._make_client = make_client
         self._restart = restart
         self._deadline = server_deadline
+        self.pause_deadline = pause_deadline
+        self.load_deadline = load_deadline
         self._poll_secs = poll_secs
         self.servers: dict[str, Server] = {}
         self.changed = asyncio.Event()

@@ -29,6 +29,7 @@ from core.rollout.statistics import FailureBudget
 from core.rollout.update import Published, WeightUpdates
 from core.rollout.workflow import Settings, Workflow
 from core.rpc.errors import RpcError
+from core.telemetry.phases import announce
 
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 _FATAL_LINGER_SECS = 3.0
@@ -82,6 +83,8 @@ class Session:
             lambda row: CLIENTS[row["backend"]](row["url"], token, timeout=rollout.request_timeout),
             self._daemons.restart,
             server_deadline=rollout.server_deadline,
+            pause_deadline=config.deadlines.pause,
+            load_deadline=config.deadlines.load,
         )
         self.updates = WeightUpdates(
             self.pool,
@@ -146,6 +149,7 @@ class Session:
 
     async def publish(self, published: Published, record: Mapping[str, Any]) -> None:
         """The first version that is published also says where the trainer is. Raises JournalError."""
+        announce("publish")
         if not self.collector.started:
             self.collector.start(published.step)
         self.updates.publish(published)

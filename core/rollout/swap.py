@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from core.inference.client import LoadRefusedError, ServerLostError, ServerRefusedError, version_number
 from core.rollout.pool import ServerPool
 from core.rollout.servers import Server, ServerState
+from core.telemetry.phases import announce
 
 
 @dataclass(frozen=True)
@@ -28,21 +29,34 @@ async def swap(
 ) -> Timing:
     """`paths`: the verified directory on each daemon's node."""
     paused = time.monotonic()
-    servers = await _each(pool, servers, _pause)
+    announce("pausing servers")
+    servers = await _each(pool, servers, _pause, pool.pause_deadline)
     loading = time.monotonic()
-    servers = await _each(pool, servers, lambda server: _load(server, name, paths[server.daemon]))
+    announce("loading servers")
+    servers = await _each(pool, servers, lambda server: _load(server, name, paths[server.daemon]), pool.load_deadline)
     loaded = time.monotonic()
     for server in servers:
         server.served, server.served_name = version, name
-    await _each(pool, servers, _resume)
+    announce("resuming servers")
+    await _each(pool, servers, _resume, pool.pause_deadline)
     await pool.announce_serving()
     return Timing(loaded - loading, time.monotonic() - paused)
 
 
-async def _each(pool: ServerPool, servers: Sequence[Server], step: Callable[[Server], Awaitable[None]]) -> list[Server]:
-    """Those for which the step succeeded; the others are out."""
+async def _each(
+    pool: ServerPool, servers: Sequence[Server], step: Callable[[Server], Awaitable[None]], deadline: float
+) -> list[Server]:
+    """Those for which the step succeeded within its deadline; the others are out."""
+
+    async def within(server: Server) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await step(server)
+        except TimeoutError:
+            raise ServerLostError(f"{server.url}: not done within {deadline:g} s while {server.state}") from None
+
     servers = [server for server in servers if server.state is not ServerState.OUT]
-    results = await asyncio.gather(*(step(server) for server in servers), return_exceptions=True)
+    results = await asyncio.gather(*(within(server) for server in servers), return_exceptions=True)
     for server, result in zip(servers, results, strict=True):
         if isinstance(result, ServerLostError | ServerRefusedError | LoadRefusedError):
             pool.take_out(server, str(result), restart=True)

@@ -23,6 +23,7 @@ from core.rewards.pool import Score
 from core.rl.trajectory import Group, ImageRef, Sample, group_id_of
 from core.rollout.pool import ServerPool
 from core.rollout.sampling import continued, sampling_params, sampling_seed
+from core.telemetry.phases import announce
 
 STREAM_ABOVE = 16
 _PROCESS = uuid.uuid4().hex[:8]  # a restarted service must not use a request id again
@@ -120,6 +121,7 @@ class Workflow:
         params = self._params(prompt, generation)
         images = Images(pngs)
         group_id = group_id_of(prompt.epoch, prompt.position)
+        announce("rollout")
         first = await self._pool.acquire()
         first.groups += 1
         answers = [
@@ -170,6 +172,7 @@ class Workflow:
                 "past its deadline",
                 f"{answer.sample_id}: not whole within rollout.request_timeout={self._settings.request_timeout:g} s",
             ) from None
+        announce("reward")
         score, text = await self._grade(answer)
         prompt = answer.prompt
         return Sample(

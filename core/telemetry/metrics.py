@@ -65,18 +65,23 @@ class MetricsReader:
         self.path = path
         self.metrics = Metrics()
         self._position = 0
+        self._last_time = 0.0
 
     def poll(self) -> list[Record]:
         """The new records, which `metrics` has afterwards."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._position)
+                shorter = file.seek(0, 2) < self._position  # ranks that restarted set aside what they tell again
+                self._position = file.seek(0 if shorter else self._position)
                 data = file.read()
         except FileNotFoundError:
             return []
         end = data.rfind(b"\n") + 1
         self._position += end
         records = [record for line in data[:end].split(b"\n") if (record := _parsed(line)) is not None]
+        if shorter:
+            records = [record for record in records if record.get("time", 0.0) > self._last_time]
+        self._last_time = max([self._last_time, *(record.get("time", 0.0) for record in records)])
         for record in records:
             self.metrics.add(record)
         return records

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from core.telemetry.files import append_line, read_lines, sync_directory
+from core.telemetry.phases import reach
 from core.weights.errors import DiskFullError, NameTakenError, WeightsError
 from core.weights.fetch import FULL
 from core.weights.manifest import NAME, FileRecord, Manifest, TensorRecord
@@ -82,7 +83,9 @@ def publish(
         _write_file(staging / NAME, manifest.to_json())
         sync_directory(staging)
         append_line(weights_dir / JOURNAL, {"name": name, "digest": manifest.digest, "bytes": manifest.weight_bytes})
+        reach("publish-before-rename")
         os.rename(staging, weights_dir / name)  # noqa: PTH104  fails where the name exists, and shall
+        reach("publish-after-rename")
         sync_directory(weights_dir)
         return Share({}, {})
 

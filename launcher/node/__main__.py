@@ -80,6 +80,7 @@ def settings(config: Config) -> Settings:
     return Settings(
         retries=config.recover.retries if recovers else 0,
         watchdog_secs=config.watchdog_secs,
+        deadlines=config.deadlines,
         verify=config.weight_sync.verify,
         visible_secs=config.weight_sync.visible_secs,
         setup_secs=config.rollout.setup_timeout,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 from core.rpc.errors import RpcError
 from core.rpc.service import Call, Reply, Service
+from core.telemetry.phases import read_announced
 from launcher.node.book import SERVICES, Book, Ending, node_names
-from launcher.node.children import ChildState
+from launcher.node.children import Child, ChildState
 from launcher.node.state import Phase
+from launcher.roles.arguments import PHASES
 
 if TYPE_CHECKING:
     from launcher.node.daemon import Daemon
@@ -32,11 +35,25 @@ class Api:
         service.post("/release", self.release)
         service.post("/restart", self.restart)
         service.post("/stop", self.stop)
+        service.post("/stacks", self.stacks)
 
     def status(self) -> dict[str, Any]:
         context = self.daemon.context
+
+        def said(child: Child) -> dict[str, Any]:
+            found = read_announced(context.local / PHASES, child.name)
+            if found is None:
+                return {}
+            return {"doing": found.phase, "since_secs": found.in_phase_secs(), "silent_secs": found.silent_secs()}
+
         children = {
-            child.name: {"state": child.state, "pid": child.pid, "starts": child.starts, "url": child.url}
+            child.name: {
+                "state": child.state,
+                "pid": child.pid,
+                "starts": child.starts,
+                "url": child.url,
+                **said(child),
+            }
             for child in self.daemon.children
         }
         return {
@@ -86,6 +103,12 @@ class Api:
             raise RpcError(404, f"no child {name!r} on this node, only {sorted(self.daemon.crew.children)}")
         self.daemon.crew.restart(name)
         return {}
+
+    async def stacks(self, call: Call) -> Reply:
+        """Every child of this node writes the stack of each thread to its log."""
+        for child in self.daemon.children:
+            child.pass_on(signal.SIGUSR1)
+        return {"logs": {child.name: str(child.spec.log) for child in self.daemon.children}}
 
     async def stop(self, call: Call) -> Reply:
         self.daemon.say("asked to stop (POST /stop)")

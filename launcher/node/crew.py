@@ -36,12 +36,15 @@ class Crew:
         child.registered(url)
         self._on_change(child, None)
 
-    def restart(self, name: str) -> None:
+    def restart(self, name: str, why: str = "on request", *, at_once: bool = False) -> None:
         """Somebody saw that it is stuck: it is ended (its death counts), and starts again as after any death."""
         child = self.children[name]
         if child.state in (ChildState.STARTING, ChildState.UP):
-            self._say(f"{name} is restarted on request")
-            child.stop()
+            self._say(f"{name} is restarted: {why}")
+            if at_once:
+                child.kill()
+            else:
+                child.stop()
             self._on_change(child, None)
 
     async def stop(self) -> None:

@@ -15,10 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from core.config.deadlines import Deadlines
 from core.rpc.service import bound_socket
+from core.telemetry.phases import open_phases
 from launcher.node import book as entries
 from launcher.node import guard, local_dir
 from launcher.node.api import open_api
@@ -31,6 +33,7 @@ from launcher.node.ledger import Ledger
 from launcher.node.rank_group import RankGroup
 from launcher.node.specs import Kind, NodeContext, lead_node, rank_specs, server_specs, service_specs
 from launcher.node.state import Phase, Rendezvous, RunError, State, read_rendezvous, read_state, write_rendezvous
+from launcher.roles.arguments import PHASES
 
 STACK_SECS = 1.0
 FAREWELL_SECS = 5.0
@@ -45,6 +48,7 @@ class Settings:
 
     retries: int = 0
     watchdog_secs: float = 600.0
+    deadlines: Deadlines = field(default_factory=Deadlines)
     verify: Any = "full"
     visible_secs: float = 90.0
     setup_secs: float = 300.0
@@ -96,6 +100,7 @@ class Daemon:
             asyncio.get_running_loop().add_signal_handler(number, self._asked_to_end, number)
         try:
             local_dir.make(self.context.local)
+            open_phases(self.context.local / PHASES, f"daemon-{self.context.name}")
             url = await self._service.start(self.context.host)
             self.context = dataclasses.replace(self.context, daemon=url)
             await self._start(url)
@@ -116,7 +121,14 @@ class Daemon:
         self.crew.start()
         if self.lead is None:
             await self._find_the_lead()
-        self.ranks = RankGroup(lambda generation: rank_specs(self.context, generation), self._ranks_changed, self.say)
+        self.ranks = RankGroup(
+            lambda generation: rank_specs(self.context, generation),
+            self._ranks_changed,
+            self.say,
+            self.context.local / PHASES,
+            self.settings.deadlines.of,
+        )
+        self._watch(self.ranks.keep_judging())
         if self.lead is not None:
             self.ranks.follow(self.lead.state.generation)
             self.lead.record(phase=Phase.RUNNING)
@@ -137,6 +149,8 @@ class Daemon:
             retries=self.settings.retries,
             watchdog_secs=self.settings.watchdog_secs,
             setup_secs=self.settings.setup_secs,
+            service_secs=self.settings.deadlines.service,
+            restart=lambda name, why: self.crew.restart(name, why, at_once=True),
             end=self.end,
             raise_generation=self._raise_generation,
             children=lambda: {child.name: child.state for child in self.children},

@@ -35,6 +35,8 @@ class Lead:
         retries: int,
         watchdog_secs: float,
         setup_secs: float = 300.0,
+        service_secs: float,
+        restart: Callable[[str, str], None],
         end: Callable[[Ending], None],
         raise_generation: Callable[[int], None],
         children: Callable[[], dict[str, str]],
@@ -47,6 +49,9 @@ class Lead:
         self.rank_deaths = 0
         self.statuses: dict[str, Any] = {}
         self._token = token
+        self._service_secs = service_secs
+        self._restart = restart
+        self._heard: dict[str, tuple[str, float]] = {}
         self._end = end
         self._raise_generation = raise_generation
         self._children = children
@@ -82,6 +87,7 @@ class Lead:
             urls = {name: book().service(name) for name in SERVICES}
             found = await asyncio.gather(*(self._ask(name, url) for name, url in urls.items() if url))
             self.statuses = dict(found)
+            self._judge_services({name: url for name, url in urls.items() if url})
             trainer = self.statuses.get("trainer")
             if isinstance(trainer, dict) and isinstance(trainer.get("step"), int):
                 self.record(step=trainer["step"])
@@ -98,6 +104,17 @@ class Lead:
             return name, await client.get("/status")
         except RpcError as error:
             return name, f"does not answer: {error.message}"
+
+    def _judge_services(self, urls: dict[str, str]) -> None:
+        """One that was reached and has not answered for too long is stuck or cut off: it starts again."""
+        now = time.monotonic()
+        for name, url in urls.items():
+            known, heard = self._heard.get(name, ("", now))
+            if isinstance(self.statuses.get(name), dict) or known != url:
+                self._heard[name] = url, now
+            elif now - heard > self._service_secs and name != "trainer":
+                self._heard[name] = url, now
+                self._restart(name, f"it did not answer for {now - heard:.0f} s ({self.statuses.get(name)})")
 
     def _watch(self) -> None:
         moving = {**self.statuses, "generation": self.state.generation, "children": self._children()}

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
+from core.telemetry.phases import Announced, read_announced
 from launcher.node.book import RanksReport
 from launcher.node.children import Child, ChildState, Exit
 from launcher.node.crew import run_error
-from launcher.node.log_tail import last_error
+from launcher.node.log_tail import last_error, tail
 from launcher.node.specs import Spec
 from launcher.node.state import RunError
+from launcher.node.stuck import Stuck, find_stuck, wake
 
+LOOK_SECS = 0.5
+STACK_SECS = 1.0
+STACK_LINES = 200
 GATHER_SECS = 0.5
 """After the first death, how long to wait for others: the one that was first to die is not always first to be seen."""
 
@@ -23,8 +29,12 @@ class RankGroup:
         specs: Callable[[int], list[Spec]],
         on_report: Callable[[RanksReport], None],
         say: Callable[[str], None],
+        phases: Path | None = None,
+        deadline_of: Callable[[str], float] = lambda phase: float("inf"),
     ) -> None:
         self.generation = -1
+        self._phases = phases
+        self._deadline_of = deadline_of
         self.children: dict[str, Child] = {}
         self.ending = False
         self._specs = specs
@@ -44,6 +54,46 @@ class RankGroup:
             child.stop()
         await asyncio.gather(*(child.gone() for child in self.children.values()))
 
+    def announced(self) -> dict[str, Announced]:
+        """What each living rank last said that it does."""
+        found = {}
+        for child in self.children.values():
+            said = read_announced(self._phases, child.name) if self._phases is not None else None
+            if said is not None and child.state in (ChildState.STARTING, ChildState.UP):
+                found[child.name] = said
+        return found
+
+    async def keep_judging(self) -> None:
+        """Until cancelled: ranks that are stuck show their stacks and are ended, as if one had died."""
+        while True:
+            await asyncio.sleep(LOOK_SECS)
+            said = self.announced()
+            complete = len(said) == len(self.children) and not self.ending and not self._dead
+            stuck = find_stuck(said, self._deadline_of) if complete else None
+            if stuck is not None:
+                await self._end_stuck(stuck, said)
+
+    async def _end_stuck(self, stuck: Stuck, said: dict[str, Announced]) -> None:
+        generation, child = self.generation, self.children[stuck.name]
+        self._say(f"{stuck.message}; the stacks of all ranks are in their logs")
+        before = child.spec.log.stat().st_size
+        for each in self.children.values():
+            each.pass_on(signal.SIGUSR1)
+        await asyncio.sleep(STACK_SECS / 2)
+        for announced in said.values():
+            wake(announced.pid)
+        await asyncio.sleep(STACK_SECS / 2)
+        stack = "\n".join(tail(child.spec.log, offset=before, lines=STACK_LINES))
+        if generation != self.generation or self.ending or self._dead:
+            return
+        for each in self.children.values():
+            if each.state is not ChildState.ENDED:
+                each.kill()
+        await asyncio.gather(*(each.gone() for each in self.children.values()))
+        self._on_report(
+            RanksReport(generation, "died", RunError(stuck.name, stuck.message, stack, str(child.spec.log)))
+        )
+
     async def yield_up(self, seconds: float) -> None:
         """The cluster wants the node: they may save their last completed step, for so long."""
         self.ending = True
@@ -61,6 +111,8 @@ class RankGroup:
             return
         self.generation = generation
         self._dead = []
+        for name in self.children if self._phases is not None else ():
+            (self._phases / f"{name}.phase").unlink(missing_ok=True)  # type: ignore[operator]
         self.children = {spec.name: Child(spec, self._exited) for spec in self._specs(generation)}
         if not self.children:
             return

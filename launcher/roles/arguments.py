@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.rpc.client import Client
+from core.telemetry.phases import open_phases
 from launcher.run_dir import RunDir
+
+PHASES = "phases"
+"""Directory of the announcements of a node's processes, below its node-local one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def parse(argv: Sequence[str]) -> RoleArguments:
     found = parser.parse_args(argv)
     fields = {**vars(found), "run_dir": RunDir(found.run_dir.absolute())}
     fields["gpus"] = tuple(int(gpu) for gpu in found.gpus.split(",") if gpu)
+    open_phases(found.local / PHASES, found.name)
     return RoleArguments(**fields)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from core.inference.embedded.batch import Batch
 from core.inference.embedded.request import BadRequestError, Request
+from core.telemetry.phases import announce
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -112,6 +113,7 @@ class Engine:
             if mode == "abort":
                 self._abort(None)
             elif mode == "retract":
+                announce("pause")
                 self.batch.retract()
             self._move(State.PAUSED)
 
@@ -232,6 +234,7 @@ class Engine:
         self._pending_load = None
         before = State.PAUSED if self.state is State.PAUSED else State.SERVING
         self._move(State.LOADING)
+        announce("load")
         start = time.perf_counter()
         try:
             if self.batch.running and flush:
@@ -243,6 +246,7 @@ class Engine:
             self.batch.forget()
             self.version, self.model_path = version, str(path)
             self.loads += 1
+            announce("loaded")
             self.load_secs = time.perf_counter() - start
         except LoadError as error:
             done.set_exception(error)

@@ -19,6 +19,7 @@ from core.inference.embedded.bodies import error_reply, read_json
 from core.inference.embedded.engine import Engine, State
 from core.inference.embedded.pictures import Pictures
 from core.inference.embedded.request import BadRequestError, ModelTraits, Prompt, Request, Sampling
+from core.telemetry.phases import announce
 
 PROBE_SECS = 20.0
 # A chunk holds everything so far: one for each token would cost the square of an answer's length.
@@ -39,6 +40,7 @@ class Generation:
         request.every = STREAM_SECS if stream else None
         changed = _watch(request)
         start = time.perf_counter()
+        announce("generate")
         try:
             await asyncio.wrap_future(self.engine.submit(request))
             if stream:

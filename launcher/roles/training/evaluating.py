@@ -32,6 +32,15 @@ class Evaluations:
     def running(self) -> bool:
         return bool(self._running)
 
+    def pending(self) -> list[dict[str, Any]]:
+        """Those not finished, for a checkpoint: a restart asks for them again."""
+        return [{"name": name, "step": step} for name, step in self._running.values()]
+
+    def ask_again(self, pending: list[dict[str, Any]]) -> None:
+        for each in pending:
+            shuffled = each["name"].endswith("-shuffled")
+            self.start(each["step"], name=each["name"], shuffle_images=shuffled)
+
     def collect(self, wait: int = 0) -> None:
         """Records those that have finished; waits up to `wait` seconds for the first of them."""
         for identity in list(self._running):

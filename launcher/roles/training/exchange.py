@@ -13,12 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.parallel.mesh import Mesh
+from core.telemetry.phases import beat
 
 TERM_GRACE_SECS, USR2_GRACE_SECS = 10.0, 60.0
 
 
 class StopRequested(Exception):
     """A signal asked the run to stop; every rank raises it at the same place."""
+
+
+def gather_over(group: dist.ProcessGroup | None, value: object) -> list[Any]:
+    """Every rank's value, on every rank of a group; of one process, its own."""
+    if group is None or group.size() == 1:
+        return [value]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class Exchange:
@@ -29,11 +39,7 @@ class Exchange:
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's value, on every rank."""
-        if self.mesh.world is None or self.mesh.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.mesh.size
-        dist.all_gather_object(found, value, group=self.mesh.world)
-        return found
+        return gather_over(self.mesh.world, value)
 
     def broadcast(self, value: object) -> Any:
         """Rank 0's value."""
@@ -77,6 +83,7 @@ class StopFlags:
 
     def check(self) -> None:
         """Collective. Raises StopRequested on every rank once any of them was asked."""
+        beat()
         asked = int(self.exchange.max_all(self._asked))
         if asked:
             self.grace = TERM_GRACE_SECS if asked == 2 else USR2_GRACE_SECS

@@ -5,8 +5,10 @@ Owns the record of a step and its estimate of the end; the numbers themselves co
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from core.rpc.service import Service, serve_in_thread
 from core.telemetry.files import append_line
+from core.telemetry.phases import announce
 from launcher.roles.arguments import RoleArguments, register
 
 _REMEMBERED_STEPS = 20
@@ -37,6 +40,7 @@ class Record:
         """What the trainer is doing now, for /status and the watchdog."""
         self.progress["phase"] = name
         self.progress["since"] = time.time()
+        announce(name.split(" for ")[0])
 
     def step(self, values: dict[str, Any]) -> None:
         """Appends the record of one step (kind step or sft)."""
@@ -55,6 +59,16 @@ class Record:
         if self._writes:
             print(f"{level}: {message}", flush=True)
         self.event({"kind": "note", "level": level, "message": message})
+
+    def position(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        path = self.arguments.run_dir.metrics
+        return path.stat().st_size if path.exists() else 0
+
+    def rewind(self, position: int) -> None:
+        """Back to where a checkpoint found metrics.jsonl: what came behind it is told again, and is set aside."""
+        if self._writes:
+            set_aside(self.arguments.run_dir.metrics, position)
 
     def close(self) -> None:
         if self._board is not None:
@@ -76,6 +90,20 @@ class Record:
 
     def _metrics(self) -> dict[str, float]:
         return {**numbers(self._status()), "rss_mb": rss_mb()}
+
+
+def set_aside(metrics: Path, position: int) -> None:
+    """Moves what is behind `position` to metrics.abandoned.jsonl."""
+    if not metrics.exists() or metrics.stat().st_size <= position:
+        return
+    with metrics.open("rb") as file:
+        file.seek(position)
+        tail = file.read()
+    with metrics.with_name("metrics.abandoned.jsonl").open("ab") as file:
+        file.write(tail)
+        file.flush()
+        os.fsync(file.fileno())
+    os.truncate(metrics, position)
 
 
 def register_as_trainer(arguments: RoleArguments, url: str) -> None:

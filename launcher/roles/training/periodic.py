@@ -1,7 +1,7 @@
 """When something that happens every so often is due: by epochs, steps or seconds, whichever comes first.
 
 Owns the reading of freq_epochs, freq_steps and freq_secs; epochs and steps are absolute, so that a resumed run and a
-changed frequency need no state.
+changed frequency need no state but the clock of freq_secs, which a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -35,3 +35,11 @@ class Periodic:
             self._last = time.monotonic()
             return True
         return False
+
+    def clock(self) -> float:
+        """Seconds since it was last due, for a checkpoint."""
+        return time.monotonic() - self._last
+
+    def set_clock(self, secs: float) -> None:
+        """As before the restart."""
+        self._last = time.monotonic() - secs

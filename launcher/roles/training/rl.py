@@ -36,14 +36,15 @@ class RLLoop:
         info = session.exchange.broadcast(session.services.get("data", "/info") if session.is_first else None)
         self.total_steps = int(info["total_batches"])
         self.record.total_steps = self.total_steps
-        self.recovery = Recovery(session, info["batches_per_epoch"])
         self.saver = Periodic(session.config.saver, info["batches_per_epoch"])
         self.evaluator = Periodic(session.config.evaluator, info["batches_per_epoch"])
+        timers = {"saver": self.saver, "evaluator": self.evaluator}
+        self.recovery = Recovery(session, record, info["batches_per_epoch"], timers)
         self.publisher = Publisher(session)
         self.evaluations = Evaluations(session, record)
         self.progress = Progress()
         self.whole = True  # the weights are those of progress.step
-        self.bad_steps = 0
+        self.save_secs = 0.0  # of the saves behind the last step
         self.has_images = False
 
     @property
@@ -55,30 +56,53 @@ class RLLoop:
         """Trains to the end. Raises StopRequested when a signal came."""
         self._begin()
         saved_hub: int | None = None
+        started = time.perf_counter()
         while True:
-            started = time.perf_counter()
+            asked = time.perf_counter()
             index, stats = self._next_batch()
             if index is None:
                 break
-            waited = time.perf_counter() - started
+            waited = time.perf_counter() - asked
             self.record.phase("training")
             outcome = train_step(index, self.session, total_steps=self.total_steps, on_update=self._moved)
             self.progress.step, self.whole = index.step, True
             self._judge(outcome)
             self.record.phase("publishing")
             self.publisher.publish(self.progress.step)
-            save_started = time.perf_counter()
-            if self._agree(self.saver.due(self.progress.step)):
-                self.publisher.save_hub(self.progress.step)
-                saved_hub = self.progress.step
-            if self.recovery.due(self.progress.step):
-                self.recovery.save(self.progress)
-            saving = time.perf_counter() - save_started
             if self.session.is_first:
-                secs = {"wait_batch": waited, **outcome.secs, "publish": self.publisher.secs, "save": saving}
+                secs = {"wait_batch": waited, **outcome.secs, "publish": self.publisher.secs, "save": self.save_secs}
                 secs["step"] = time.perf_counter() - started
                 self._record(index, outcome, stats, secs)
+            started = time.perf_counter()
+            if self._agree(self.evaluates and index.step < self.total_steps and self.evaluator.due(index.step)):
+                self._evaluate(index.step)
+            saved_hub = self._save(saved_hub)
         self._end(saved_hub)
+
+    def _evaluate(self, step: int) -> None:
+        """Asks for an evaluation beside training; in deterministic mode training waits, so that its version is this."""
+        waits = self.session.config.deterministic
+        if waits:
+            self._wait_served(step)
+        if self.session.is_first:
+            self.evaluations.start(step, hold=waits)
+        if waits:
+            self.record.phase("evaluating")
+            self._finish_evaluations()
+
+    def _save(self, saved_hub: int | None) -> int | None:
+        """Whatever is due behind a step. The record of the step is written before: a checkpoint knows where it ends."""
+        step, started = self.progress.step, time.perf_counter()
+        if self._agree(self.saver.due(step)):
+            self.record.phase("saving")
+            self.publisher.save_hub(step)
+            saved_hub = step
+        if self.recovery.due(step):
+            self.record.phase("saving")
+            self.progress.evaluations = self.evaluations.pending()
+            self.recovery.save(self.progress)
+        self.save_secs = time.perf_counter() - started
+        return saved_hub
 
     def _begin(self) -> None:
         """Loads the newest checkpoint and publishes what it holds, before any prompt is taken."""
@@ -97,6 +121,10 @@ class RLLoop:
             self._wait_served(0)
             if self.session.is_first:
                 self.evaluations.start(0, hold=True)
+            if self.session.config.deterministic:
+                self._finish_evaluations()
+        if self.session.is_first:
+            self.evaluations.ask_again(self.progress.evaluations)
 
     def _next_batch(self) -> tuple[Index | None, dict[str, Any]]:
         """The next batch's index on every rank and its stats on rank 0; None at the end."""
@@ -129,16 +157,18 @@ class RLLoop:
 
     def _judge(self, outcome: Outcome) -> None:
         """Counts steps whose loss or gradient was not finite; the version moves on all the same."""
-        self.bad_steps = self.bad_steps + 1 if outcome.skipped else 0
+        self.progress.bad_steps = self.progress.bad_steps + 1 if outcome.skipped else 0
         if not outcome.skipped:
             return
         step = self.progress.step
         what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
         self.record.note("warning", f"step {step} moved nothing: {what}")
-        if self.bad_steps >= BAD_STEPS_IN_A_ROW:
+        if self.progress.bad_steps >= BAD_STEPS_IN_A_ROW:
+            batch = self.session.arguments.run_dir.batches / f"{step:06d}.safetensors"
             raise DivergedError(
-                f"{self.bad_steps} steps in a row up to {step} were not finite ({what}); lower actor.optimizer.lr, or "
-                "look at the rewards and logprobs of these batches in rollouts/batches"
+                f"{self.progress.bad_steps} steps in a row up to {step} were not finite ({what}); lower "
+                f"actor.optimizer.lr, or look at the batch {batch}: "
+                f"python -m launcher replay {self.session.arguments.run_dir.root} --step {step}"
             )
 
     def _record(self, index: Index, outcome: Outcome, stats: dict[str, Any], secs: dict[str, float]) -> None:
@@ -178,8 +208,6 @@ class RLLoop:
                 **{name: stats.get(name) for name in _FROM_STATS},
             }
         )
-        if self.evaluates and self.evaluator.due(index.step) and index.step < self.total_steps:
-            self.evaluations.start(index.step)
 
     def _end(self, saved_hub: int | None) -> None:
         """The final weights to the hub directory and a checkpoint, then the last evaluation with publishing held."""
@@ -187,8 +215,11 @@ class RLLoop:
         self.record.phase("saving")
         if saved_hub != step:
             self.publisher.save_hub(step)
+        self.recovery.wait()
         if self.recovery.enabled and self.recovery.saved_step != step:
+            self.progress.evaluations = self.evaluations.pending()
             self.recovery.save(self.progress)
+            self.recovery.wait()
         if self.evaluates:
             self.record.phase("evaluating")
             self._wait_served(step)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from core.data.images import decode_png
 from core.rpc.client import Client
 from core.rpc.errors import RpcError
+from core.telemetry.phases import beat
 
 LOOK_SECS = 0.1
 
@@ -57,6 +58,7 @@ class Services:
                 if time.monotonic() >= deadline:
                     raise ServiceLostError(f"{name} did not answer {path} for {self.patience:g} s: {error}") from error
                 self._clients.pop(name, None)
+                beat()
                 time.sleep(LOOK_SECS)
 
     def _client(self, name: str, deadline: float) -> Client:
@@ -67,6 +69,7 @@ class Services:
             elif time.monotonic() >= deadline:
                 raise ServiceLostError(f"{name} was not registered within {self.patience:g} s; see its log")
             else:
+                beat()
                 time.sleep(LOOK_SECS)
         return self._clients[name]
 

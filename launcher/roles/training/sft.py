@@ -43,13 +43,13 @@ class SFTLoop:
             taught = self.mistaught["steps"] if self.mistaught else 0
             self.total_steps = min(self.total_steps, self.gate["max_steps"] + taught)
         record.total_steps = self.total_steps
-        self.recovery = Recovery(session, info["batches_per_epoch"])
         self.saver = Periodic(session.config.saver, info["batches_per_epoch"])
         self.evaluator = Periodic(session.config.evaluator, info["batches_per_epoch"])
+        timers = {"saver": self.saver, "evaluator": self.evaluator}
+        self.recovery = Recovery(session, record, info["batches_per_epoch"], timers)
         self.publisher = Publisher(session)
         self.progress = Progress()
         self.whole = True  # one update a step: a stop finds the weights of a whole step
-        self.bad_steps = 0
         self._held_out: dict[str, Lesson | None] = {}
 
     def run(self) -> None:
@@ -76,12 +76,12 @@ class SFTLoop:
                 lessons.restart(lesson.after, self._service_phase())
             if self.session.exchange.broadcast(self.evaluator.due(step)) and self._has_valid():
                 self._evaluate("valid")
+            self._record(lesson, update, lr, fetched - started, time.perf_counter() - started)
             if self.session.exchange.broadcast(self.saver.due(step)):
                 self.publisher.save_hub(step)
                 saved_hub = step
             if self.recovery.due(step):
                 self.recovery.save(self.progress)
-            self._record(lesson, update, lr, fetched - started, time.perf_counter() - started)
         self._end(saved_hub)
 
     def _begin(self) -> None:
@@ -112,13 +112,13 @@ class SFTLoop:
         return self.session.engine.train(lesson.micros, loss, lr, self.session.stop.check)
 
     def _judge(self, update: Update) -> None:
-        self.bad_steps = self.bad_steps + 1 if update.skipped else 0
+        self.progress.bad_steps = self.progress.bad_steps + 1 if update.skipped else 0
         if update.skipped:
             what = f"loss {update.loss}, gradient norm {update.grad_norm}"
             self.record.note("warning", f"step {self.progress.step} moved nothing: {what}")
-            if self.bad_steps >= BAD_STEPS_IN_A_ROW:
+            if self.progress.bad_steps >= BAD_STEPS_IN_A_ROW:
                 raise DivergedError(
-                    f"{self.bad_steps} steps in a row were not finite ({what}); lower actor.optimizer.lr"
+                    f"{self.progress.bad_steps} steps in a row were not finite ({what}); lower actor.optimizer.lr"
                 )
 
     def _gate_opens(self, step: int) -> bool:
@@ -196,6 +196,8 @@ class SFTLoop:
             self._evaluate("valid")
         if saved_hub != self.progress.step:
             self.publisher.save_hub(self.progress.step)
+        self.recovery.wait()
         if self.recovery.enabled and self.recovery.saved_step != self.progress.step:
             self.recovery.save(self.progress)
+            self.recovery.wait()
         self.record.phase("done")

@@ -34,6 +34,7 @@ from core.rl.advantages import (
 )
 from core.rl.losses import LossCounts, LossTokens, PolicyLoss, counts_of, policy_loss
 from core.rl.trajectory import Sample, decode_samples
+from core.telemetry.phases import announce
 from launcher.roles.training.setup import Session
 
 SAMPLES_A_REQUEST = 512
@@ -62,6 +63,7 @@ class Index:
 
 def make_index(reply: dict[str, Any], session: Session) -> dict[str, Any]:
     """Packs the batch for all ranks; JSON, for `read_index` on every rank."""
+    announce("packing")
     rows = reply["samples"]
     items = [
         Item(
@@ -146,6 +148,7 @@ class Outcome:
 def train_step(index: Index, session: Session, *, total_steps: int, on_update: Callable[[], None]) -> Outcome:
     """Collective. `on_update` is called after every optimizer step: from then on a stop cannot save the step before."""
     clock = _Clock()
+    announce("fetch")
     parts = _fetch(index, session)
     clock.lap("fetch")
     actor = session.config.actor
