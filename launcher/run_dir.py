@@ -55,6 +55,11 @@ class RunDir:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
 
+    def user_code(self) -> Path:
+        """Where the user's own modules are: as they were at submission (slurm.snapshot_code), else where he works."""
+        kept = self.code / "user"
+        return kept if kept.is_dir() else Path.cwd()
+
     def create(self) -> None:
         """Makes the directories (0700) and the token (0600); what is there already stays."""
         try:

@@ -48,6 +48,8 @@ def parse(argv: Sequence[str]) -> RoleArguments:
     """Reads the arguments; from now on SIGUSR1 writes the stack of every thread to the log."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # a batch scheduler's warning goes to every process of a step; the daemon and the ranks answer it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description="one process of a run, started by its node daemon")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)

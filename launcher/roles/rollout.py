@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from core.config import load
 from core.data.hub import resolve
@@ -34,7 +33,7 @@ async def serve(options: arguments.RoleArguments) -> int:
     token = run_dir.read_token()
     session = Session(
         config,
-        Places(run_dir.batches, run_dir.images, run_dir.index, run_dir.void, run_dir.weights, Path.cwd()),
+        Places(run_dir.batches, run_dir.images, run_dir.index, run_dir.void, run_dir.weights, run_dir.user_code()),
         Tokenizer(model),
         token=token,
         daemon=options.daemon,

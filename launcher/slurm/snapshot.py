@@ -27,9 +27,12 @@ def take(config: Config, run_dir: RunDir, user: Path) -> None:
         if (REPOSITORY / name).is_dir():
             shutil.copytree(REPOSITORY / name, fresh / name, ignore=shutil.ignore_patterns("__pycache__"))
     _write_entry_points(fresh)
+    (fresh / "user").mkdir()
     for path in user_files(config, user):
-        if not (fresh / path.name).exists():
-            (shutil.copytree if path.is_dir() else shutil.copy2)(path, fresh / path.name)
+        if path.is_dir():
+            shutil.copytree(path, fresh / "user" / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(path, fresh / "user" / path.name)
     shutil.rmtree(run_dir.code, ignore_errors=True)
     fresh.rename(run_dir.code)
 
@@ -41,7 +44,7 @@ def user_files(config: Config, user: Path) -> list[Path]:
         return []
     top = module.split(".")[0]
     found = [user / top, user / f"{top}.py"]
-    return [path for path in found if path.exists() and path.resolve() != (REPOSITORY / top).resolve()]
+    return [path for path in found if path.exists()]
 
 
 def _write_entry_points(folder: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from launcher.node.state import State, read_state
 from launcher.run_dir import RunDir
-from tests.support.runs import Ended, command, environment, log_tails, processes_of, steps
+from tests.support.runs import ROOT, Ended, command, environment, log_tails, processes_of, steps
 from tests.support.slurm_cluster.cluster import Cluster, make, until
 
 
@@ -49,6 +49,7 @@ class Run:
     shared: Path
     trial: str
     overrides: list[str] = field(default_factory=list)
+    where: Path = ROOT
 
     @property
     def root(self) -> Path:
@@ -61,7 +62,8 @@ class Run:
     @property
     def words(self) -> list[str]:
         return [
-            "configs/smoke.yaml", "scheduler.type=slurm", "experiment_name=slurm", f"trial_name={self.trial}",
+            str(ROOT / "configs" / "smoke.yaml"), "scheduler.type=slurm",
+            "experiment_name=slurm", f"trial_name={self.trial}",
             f"cluster.fileroot={self.shared / 'runs'}", f"actor.path={self.shared / 'tiny'}",
             f"train_dataset.path={self.shared / 'pictures'}", f"valid_dataset.path={self.shared / 'pictures'}",
             f"paths.cache={self.shared / 'cache'}", "cluster.n_gpus_per_node=1", "cluster.n_nodes=2",
@@ -71,9 +73,8 @@ class Run:
 
     def launcher(self, *arguments: str, timeout: float = 100) -> Ended:
         extra = {"SLURM_CONF": self.cluster.environment["SLURM_CONF"]}
-        from_root = Path(__file__).resolve().parents[2]
         done = subprocess.run(
-            command(*arguments), cwd=from_root, env=environment(extra), capture_output=True, text=True,
+            command(*arguments), cwd=self.where, env=environment(extra), capture_output=True, text=True,
             timeout=timeout, check=False,
         )  # fmt: skip
         return Ended(done.returncode, done.stdout, done.stderr)
