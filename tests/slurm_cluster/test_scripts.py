@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,4 +76,4 @@ def test_a_template_starts_the_same_daemons(run: Callable[..., Run], tmp_path: P
 
 
 def command_python() -> str:
-    return str(ROOT / ".venv" / "bin" / "python")
+    return sys.executable
