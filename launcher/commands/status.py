@@ -34,10 +34,12 @@ def verdict(found: Liveness) -> str:
         return "never started"
     if found.dead:
         return "dead"
+    if found.answer is None and found.jobs:
+        said = job_verdict(found.state, found.jobs)
+        if said != Fate.RUNNING or found.rendezvous is None:
+            return said
     if found.alive and found.answer is None and found.rendezvous is not None:
         return "alive, but its daemon does not answer"
-    if found.answer is None and found.jobs:
-        return job_verdict(found.state, found.jobs)
     return str(found.answer["phase"]) if found.answer else str(found.state.phase)
 
 

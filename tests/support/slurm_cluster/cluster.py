@@ -17,8 +17,8 @@ from typing import TypeVar
 import psutil
 
 from tests.support.slurm_cluster.configuration import Shape, gres_conf, slurm_conf, slurmdbd_conf
+from tests.support.slurm_cluster.namespaces import Namespaces
 
-MARK = "# vlm-rl test cluster"
 HOSTS = Path("/etc/hosts")
 Found = TypeVar("Found")
 
@@ -38,6 +38,8 @@ class Cluster:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.root = shape.root
+        self.mark = f"# vlm-rl test cluster {shape.prefix}"
+        self.namespaces = Namespaces("vlmrl", shape.subnet, shape.nodes)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,7 +63,7 @@ class Cluster:
         )  # fmt: skip
         self._write_hosts()
         if self.shape.netns:
-            self._namespaces()
+            self.namespaces.make()
         if self.shape.accounting:
             self._accounting()
         self._spawn(["slurmctld"])
@@ -74,8 +76,7 @@ class Cluster:
         name = self.shape.names[index - 1]
         (self.root / "spool" / name).mkdir(parents=True, exist_ok=True)
         inner = ["unshare", "--uts", "sh", "-c", f"hostname {name} && exec slurmd -N {name}"]
-        # not `ip netns exec`: it hides /sys/fs/cgroup and slurmd fails
-        outer = ["nsenter", f"--net=/run/netns/vlmrl{index}"] if self.shape.netns else []
+        outer = self.namespaces.inside(index) if self.shape.netns else []
         self._spawn([*outer, *inner])
 
     def kill_node(self, index: int) -> None:
@@ -130,23 +131,9 @@ class Cluster:
 
     def _write_hosts(self) -> None:
         # in place: the file may be a mount of its own
-        lines = [line for line in HOSTS.read_text().splitlines() if MARK not in line]
-        lines += [f"{self.shape.address(index)} {name} {MARK}" for index, name in enumerate(self.shape.names, 1)]
+        lines = [line for line in HOSTS.read_text().splitlines() if self.mark not in line]
+        lines += [f"{self.shape.address(index)} {name} {self.mark}" for index, name in enumerate(self.shape.names, 1)]
         HOSTS.write_text("\n".join(lines) + "\n")
-
-    def _namespaces(self) -> None:
-        shape = self.shape
-        self._spawn(["ip", "link", "add", "vlmrlbr", "type", "bridge"])
-        self._spawn(["ip", "addr", "add", f"{shape.controller_address}/24", "dev", "vlmrlbr"])
-        self._spawn(["ip", "link", "set", "vlmrlbr", "up"])
-        for index in range(1, shape.nodes + 1):
-            space, link = f"vlmrl{index}", f"vlmrlv{index}"
-            self._spawn(["ip", "netns", "add", space])
-            self._spawn(["ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space])
-            self._spawn(["ip", "link", "set", link, "master", "vlmrlbr", "up"])
-            self._spawn(["ip", "-n", space, "addr", "add", f"{shape.address(index)}/24", "dev", "eth0"])
-            self._spawn(["ip", "-n", space, "link", "set", "eth0", "up"])
-            self._spawn(["ip", "-n", space, "link", "set", "lo", "up"])
 
     def _accounting(self) -> None:
         data, sock = self.root / "mysql", self.root / "mysql" / "sock"
@@ -191,11 +178,9 @@ class Cluster:
             if path.exists():
                 _end(int(path.read_text()))
                 path.unlink(missing_ok=True)
-        HOSTS.write_text("".join(line + "\n" for line in HOSTS.read_text().splitlines() if MARK not in line))
+        HOSTS.write_text("".join(line + "\n" for line in HOSTS.read_text().splitlines() if self.mark not in line))
         if self.shape.netns:
-            for index in range(1, self.shape.nodes + 1):
-                subprocess.run(["ip", "netns", "del", f"vlmrl{index}"], check=False, timeout=10, capture_output=True)
-            subprocess.run(["ip", "link", "del", "vlmrlbr"], check=False, timeout=10, capture_output=True)
+            self.namespaces.remove()
         shutil.rmtree(self.root, ignore_errors=True)
 
 

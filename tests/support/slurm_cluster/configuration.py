@@ -19,11 +19,12 @@ class Shape:
     accounting: bool = True
     netns: bool = False
     base_port: int = 17800
+    prefix: str = "node"
     subnet: str = "10.78.0"
 
     @property
     def names(self) -> list[str]:
-        return [f"node{index}" for index in range(1, self.nodes + 1)]
+        return [f"{self.prefix}{index}" for index in range(1, self.nodes + 1)]
 
     @property
     def controller_address(self) -> str:
@@ -109,7 +110,7 @@ PartitionName={HIGH} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 def gres_conf(shape: Shape) -> str:
     devices = f"{shape.root}/dev/nvidia[0-{shape.gpus - 1}]"
-    return f"AutoDetect=off\nNodeName=node[1-{shape.nodes}] Name=gpu File={devices}\n"
+    return f"AutoDetect=off\nNodeName={shape.prefix}[1-{shape.nodes}] Name=gpu File={devices}\n"
 
 
 def slurmdbd_conf(shape: Shape) -> str:
