@@ -46,7 +46,10 @@ class Rollout(Section):
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
     reward_workers: Annotated[int, Field(ge=1)] = 2
     server_deadline: Annotated[float, Field(gt=0)] = 120.0  # no token for that long while work is queued
-    parity_check_steps: Annotated[int, Field(ge=0)] | None = None
+    parity: Literal["stop", "warn", "off"] = "stop"  # the trainer's log-probabilities of what the servers sampled
+    parity_check_steps: Annotated[int, Field(ge=0)] | None = None  # besides before the first step
+    parity_mean: Annotated[float, Field(gt=0)] = 0.05  # of |difference|; bfloat16 on both sides is seen below 0.02
+    parity_max: Annotated[float, Field(gt=0)] = 3.0
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "openai": Foreign(OPENAI, why="is for agents behind a proxy, which are not here"),

@@ -10,6 +10,7 @@ import asyncio
 import time
 import traceback
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class Collector:
         workflow: Workflow,
         journal: Journal,
         failures: Failures,
+        before_group: Callable[[Prompt, Sequence[bytes]], Awaitable[None]] | None = None,
     ) -> None:
         self._limits = limits
         self._generation = generation
@@ -59,6 +61,7 @@ class Collector:
         self._workflow = workflow
         self._journal = journal
         self._failures = failures
+        self._before_group = before_group
         self._buffer = Buffer(limits.batch_size)
         self._source: PromptSource | None = None
         self._wake_admission = asyncio.Event()
@@ -196,6 +199,8 @@ class Collector:
         try:
             names = [image.hash for image in prompt.images]
             entry.pngs = dict(zip(names, await asyncio.gather(*map(self._data.image, names)), strict=True))
+            if self._before_group is not None:
+                await self._before_group(prompt, [entry.pngs[name] for name in names])
             group = await self._workflow.run(
                 prompt,
                 [entry.pngs[name] for name in names],

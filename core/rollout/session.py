@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from core.rollout.admission import Limits
 from core.rollout.collector import Collector
 from core.rollout.evaluation import Evaluations, greedy
 from core.rollout.failures import Failures
+from core.rollout.image_check import BlindServerError, ImageCheck
 from core.rollout.journal import Journal, read_last_publish, remove_old_versions, write_last_publish
 from core.rollout.links import Daemons
 from core.rollout.pool import ServerPool
 from core.rollout.prompts import DataService
 from core.rollout.statistics import FailureBudget
 from core.rollout.update import Published, WeightUpdates
-from core.rollout.workflow import Settings, Workflow
+from core.rollout.workflow import Prompt, Settings, Workflow
 from core.rpc.errors import RpcError
 from core.telemetry.phases import announce
 
@@ -94,6 +95,7 @@ class Session:
             fetched=self._fetched,
             after_round=self._after_update,
         )
+        self._image_check = ImageCheck(self.pool, _settings(config, tokenizer, context_length).banned)
         workflow = Workflow(self.pool, self._rewards, tokenizer, _settings(config, tokenizer, context_length))
         self.journal = Journal(places.batches, places.images, places.index, places.void)
         self.collector = Collector(
@@ -105,6 +107,7 @@ class Session:
             workflow=workflow,
             journal=self.journal,
             failures=Failures(self._budget, self.journal, self.fail),
+            before_group=None if rollout.parity == "off" else self._check_images,
         )
         generation = config.eval_gconfig or greedy(config.gconfig)
         self.evaluations = Evaluations(self._data, workflow, self.updates, generation)
@@ -142,6 +145,14 @@ class Session:
         self.collector.halt()
         print(f"rollout stops: {message}\n{first_traceback}", file=sys.stderr, flush=True)
         self._stopping.set()
+
+    async def _check_images(self, prompt: Prompt, pngs: Sequence[bytes]) -> None:
+        try:
+            await self._image_check.before(prompt, pngs)
+        except BlindServerError as error:
+            if self._config.rollout.parity == "stop":
+                self.fail(str(error), "")
+            print(f"warning: {error}", file=sys.stderr, flush=True)
 
     def refuse_when_fatal(self) -> None:
         if self.fatal is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.roles.training.evaluating import Evaluations
 from launcher.roles.training.metrics import Record
+from launcher.roles.training.parity import Gate
 from launcher.roles.training.periodic import Periodic
 from launcher.roles.training.publishing import Publisher
 from launcher.roles.training.recovery import Progress, Recovery
@@ -42,6 +43,7 @@ class RLLoop:
         self.recovery = Recovery(session, record, info["batches_per_epoch"], timers)
         self.publisher = Publisher(session)
         self.evaluations = Evaluations(session, record)
+        self.gate = Gate(session.config.rollout)
         self.progress = Progress()
         self.whole = True  # the weights are those of progress.step
         self.save_secs = 0.0  # of the saves behind the last step
@@ -64,7 +66,7 @@ class RLLoop:
                 break
             waited = time.perf_counter() - asked
             self.record.phase("training")
-            outcome = train_step(index, self.session, total_steps=self.total_steps, on_update=self._moved)
+            outcome = train_step(index, self.session, total_steps=self.total_steps, on_update=self._moved, gate=self.gate)
             self.progress.step, self.whole = index.step, True
             self._judge(outcome)
             self.record.phase("publishing")
@@ -172,6 +174,9 @@ class RLLoop:
             )
 
     def _record(self, index: Index, outcome: Outcome, stats: dict[str, Any], secs: dict[str, float]) -> None:
+        if outcome.parity_warning:
+            self.record.note("warning", outcome.parity_warning)
+        parity = outcome.parity
         counts = outcome.counts
         busy = secs["step"] - secs["wait_batch"]
         served = self.session.services.get("rollout", "/served")
@@ -195,6 +200,9 @@ class RLLoop:
                 "prox_ratio_max": outcome.first_prox_diff_max,
                 "behave_diff_mean": counts.behave_diff / tokens,
                 "behave_diff_max": counts.behave_diff_max,
+                "parity_tokens": parity.tokens if parity else None,
+                "parity_mean": parity.mean if parity else None,
+                "parity_max": parity.most if parity else None,
                 "clip_fraction": counts.clipped / tokens,
                 "capped_fraction": counts.capped / tokens,
                 "tokens": outcome.tokens,

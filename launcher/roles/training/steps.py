@@ -35,6 +35,7 @@ from core.rl.advantages import (
 from core.rl.losses import LossCounts, LossTokens, PolicyLoss, counts_of, policy_loss
 from core.rl.trajectory import Sample, decode_samples
 from core.telemetry.phases import announce
+from launcher.roles.training.parity import Gate, Parity, measure
 from launcher.roles.training.setup import Session
 
 SAMPLES_A_REQUEST = 512
@@ -131,6 +132,8 @@ class Outcome:
     loss_tokens: int
     tokens: int
     secs: dict[str, float] = field(default_factory=dict)
+    parity: Parity | None = None
+    parity_warning: str | None = None
 
     @property
     def skipped(self) -> bool:
@@ -145,8 +148,13 @@ class Outcome:
         return max(update.grad_norm for update in self.updates)
 
 
-def train_step(index: Index, session: Session, *, total_steps: int, on_update: Callable[[], None]) -> Outcome:
-    """Collective. `on_update` is called after every optimizer step: from then on a stop cannot save the step before."""
+def train_step(
+    index: Index, session: Session, *, total_steps: int, on_update: Callable[[], None], gate: Gate | None = None
+) -> Outcome:
+    """Collective. `on_update` is called after every optimizer step: from then on a stop cannot save the step before.
+
+    Raises ParityError before the first update where the gate is due and shut.
+    """
     clock = _Clock()
     announce("fetch")
     parts = _fetch(index, session)
@@ -155,8 +163,11 @@ def train_step(index: Index, session: Session, *, total_steps: int, on_update: C
     with_kl = session.ref is not None
     one_update = len(index.packing.minibatches) == 1
     # with one minibatch π_prox is the π of its own forward: recompute_logprob chooses whether to measure it apart
-    recompute = with_kl or (actor.use_decoupled_loss and not one_update) or actor.recompute_logprob
+    gated = gate is not None and gate.is_due(index.step)
+    recompute = with_kl or (actor.use_decoupled_loss and not one_update) or actor.recompute_logprob or gated
     entropy = _score(parts, session) if recompute else None
+    parity = measure([part for own in parts for part in own], index.step - 1, session.exchange) if gated else None
+    warning = gate.judge(parity) if gate is not None else None
     ref_R = _score_ref(parts, session)
     clock.lap("prox")
     kl = _advantages(index, parts, ref_R, session)
@@ -173,7 +184,8 @@ def train_step(index: Index, session: Session, *, total_steps: int, on_update: C
     secs = {**clock.secs, "forward_backward": sum(update.forward_backward_secs for update in updates)}
     secs["optimizer"] = sum(update.optimizer_secs for update in updates)
     loss_tokens = sum(index.loss_tokens(minibatch) for minibatch in index.packing.minibatches)
-    return Outcome(updates, counts, first_diff, entropy, kl, lr, loss_tokens, sum(index.lengths), secs)
+    tokens = sum(index.lengths)
+    return Outcome(updates, counts, first_diff, entropy, kl, lr, loss_tokens, tokens, secs, parity, warning)
 
 
 class _Clock:
