@@ -157,7 +157,7 @@ train_dataset: {{path: {root}, batch_size: 2}}
 valid_dataset: {{path: {root}}}
 gconfig: {{n_samples: 2, max_new_tokens: 8}}
 actor: {{path: {root}}}
-rollout: {{max_head_offpolicyness: 1, server_deadline: 5, setup_timeout: 5, reward_timeout: 2}}
+rollout: {{max_head_offpolicyness: 1, server_deadline: 5, setup_timeout: 5, reward_timeout: 2, parity: off}}
 """
 
 

@@ -108,6 +108,7 @@ def complaint(parity: Parity, *, mean: float, most: float) -> str | None:
     return (
         f"the trainer's log-probabilities differ from the servers' by {parity.mean:.4f} in the mean and "
         f"{parity.most:.3f} at most over {parity.tokens} tokens of one version (allowed: rollout.parity_mean={mean:g}, "
-        f"rollout.parity_max={most:g}); worst sample {parity.worst}. {cause}. To go on all the same: rollout.parity=warn"
+        f"rollout.parity_max={most:g}); worst sample {parity.worst}. {cause}. "
+        "To go on all the same: rollout.parity=warn"
     )
 

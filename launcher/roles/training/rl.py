@@ -66,7 +66,9 @@ class RLLoop:
                 break
             waited = time.perf_counter() - asked
             self.record.phase("training")
-            outcome = train_step(index, self.session, total_steps=self.total_steps, on_update=self._moved, gate=self.gate)
+            outcome = train_step(
+                index, self.session, total_steps=self.total_steps, on_update=self._moved, gate=self.gate
+            )
             self.progress.step, self.whole = index.step, True
             self._judge(outcome)
             self.record.phase("publishing")
