@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +132,10 @@ class Run:
 
 
 @pytest.fixture
-def run(cluster: Cluster, shared: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def run(
+    cluster: Cluster, shared: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     made: list[Run] = []
 
     def start(*overrides: str, name: str = "") -> Run:
@@ -147,16 +148,3 @@ def run(cluster: Cluster, shared: Path, request: pytest.FixtureRequest) -> Itera
         state = read_state(each.run_dir)
         if state is not None and state.job_id:
             cluster.call("scancel", state.job_id, check=False)
-
-
-@pytest.fixture(autouse=True)
-def slurm_of_the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-
-
-def seconds_since(moment: float) -> float:
-    return time.monotonic() - moment
-
-
-def is_root() -> bool:
-    return os.geteuid() == 0

@@ -18,4 +18,5 @@ if arguments.act == "start":
     cluster.start()
     print(f"export SLURM_CONF={cluster.root}/conf/slurm.conf")
 else:
+    cluster.take_over()
     cluster.stop()

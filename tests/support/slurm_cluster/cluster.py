@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -12,13 +13,14 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import psutil
 
 from tests.support.slurm_cluster.configuration import Shape, gres_conf, slurm_conf, slurmdbd_conf
 from tests.support.slurm_cluster.namespaces import Namespaces
 
+LOCK_SECS = 120.0
 HOSTS = Path("/etc/hosts")
 Found = TypeVar("Found")
 
@@ -38,6 +40,7 @@ class Cluster:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.root = shape.root
+        self._lock: TextIO | None = None
         self.mark = f"# vlm-rl test cluster {shape.prefix}"
         self.namespaces = Namespaces("vlmrl", shape.subnet, shape.nodes)
 
@@ -55,6 +58,7 @@ class Cluster:
     # --- start
 
     def start(self) -> Cluster:
+        self._take_this_machine()
         self._directories()
         sock = self.root / "munge" / "sock"
         self._spawn(
@@ -71,6 +75,16 @@ class Cluster:
             self.start_node(index)
         until(self._all_idle, 30, "every node idle")
         return self
+
+    def _take_this_machine(self) -> None:
+        """Ports, host names and namespaces are fixed: one cluster of a prefix at a time."""
+        lock = Path(f"/run/lock/vlm-rl-cluster-{self.shape.prefix}").open("w")  # noqa: SIM115 -- held until stop
+        until(lambda: _locked(lock), LOCK_SECS, "another test cluster of this machine ends", poll=0.5)
+        self._lock = lock
+
+    def take_over(self) -> None:
+        """A cluster that another process started, and left."""
+        self._take_this_machine()
 
     def start_node(self, index: int) -> None:
         name = self.shape.names[index - 1]
@@ -168,6 +182,8 @@ class Cluster:
     # --- end
 
     def stop(self) -> None:
+        if self._lock is None:  # it never had the machine: what is there is another's
+            return
         pids = self.root / "run"
         if (pids / "slurmctld.pid").exists():
             with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
@@ -182,10 +198,19 @@ class Cluster:
         if self.shape.netns:
             self.namespaces.remove()
         shutil.rmtree(self.root, ignore_errors=True)
+        self._lock.close()
+        self._lock = None
 
 
 def make(root: Path, **changes: object) -> Cluster:
     return Cluster(Shape(root, socket.gethostname(), **changes))  # type: ignore[arg-type]
+
+
+def _locked(file: TextIO) -> bool:
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _listens(port: int) -> bool:

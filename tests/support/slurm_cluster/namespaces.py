@@ -28,6 +28,7 @@ class Namespaces:
         return ["nsenter", f"--net=/run/netns/{self.name(index)}"]
 
     def make(self) -> None:
+        self.remove()  # of a test that was killed
         bridge = f"{self.prefix}br"
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.gateway}/24", "dev", bridge)
@@ -44,6 +45,8 @@ class Namespaces:
     def remove(self) -> None:
         for index in range(1, self.count + 1):
             _ip("netns", "del", self.name(index), check=False)
+            # a process that is left keeps the namespace, and with it the other end
+            _ip("link", "del", f"{self.prefix}v{index}", check=False)
         _ip("link", "del", f"{self.prefix}br", check=False)
 
 
