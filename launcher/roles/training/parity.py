@@ -111,4 +111,3 @@ def complaint(parity: Parity, *, mean: float, most: float) -> str | None:
         f"rollout.parity_max={most:g}); worst sample {parity.worst}. {cause}. "
         "To go on all the same: rollout.parity=warn"
     )
-
