@@ -66,6 +66,14 @@ def _logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--lines", type=int, default=20, metavar="N", help="the last N lines of each file [20]")
 
 
+def _stacks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stacks", action="store_true", help="have every process write its stacks, and print them")
+
+
+def _step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to run again")
+
+
 def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="where the page goes [RUN/report.html]")
 
@@ -148,6 +156,21 @@ COMMANDS = {
         "Write one HTML page about a run: curves, where the time went, sampled answers beside their images.",
         "report quickstart/trial0 --json",
         (_run, _report, _json),
+    ),
+    "audit": Command(
+        "Prove from a run's files that every prompt was trained once, in order, within the staleness bound.",
+        "audit smoke/trial0",
+        (_run, _json),
+    ),
+    "why": Command(
+        "Say who waits on whom in a run, the last progress of each process, and on request every stack.",
+        "why smoke/trial0 --stacks",
+        (_run, _stacks, _json),
+    ),
+    "replay": Command(
+        "Run a trainer step again from its logged batch and the checkpoint before it; compare loss and gradient norm.",
+        "replay smoke/trial0 --step 3",
+        (_run, _step, _json),
     ),
     "install": Command(
         "Make the environment that vLLM or SGLang servers are started with, and print its Python.",

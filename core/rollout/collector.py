@@ -84,7 +84,7 @@ class Collector:
     def start(self, step: int) -> None:
         """Takes up the work behind the trainer's `step`: batches that are logged already are given out from disk."""
         self._journal.open()
-        self.formed = self._journal.last_after(step)
+        self.formed = self._journal.start_behind(step)
         for logged in range(step + 1, self.formed + 1):
             self._journal.restore_index(logged)
         cursor = self._journal.cursor_after(self.formed)
@@ -186,6 +186,8 @@ class Collector:
 
     def _start_group(self, prompt: dict[str, Any], cursor_after: dict[str, Any] | None, served: int) -> None:
         group_id = group_id_of(prompt["epoch"], prompt["position"])
+        if (prompt["epoch"], prompt["position"]) in self._journal.void_places:
+            return  # it was given up before this service was started
         if "error" in prompt:
             self._failures.void(group_id, prompt.get("prompt_id", ""), GroupVoidError("bad row", prompt["error"]))
             return

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ class Journal:
     images: Path
     index: Path
     void: Path
+    void_places: set[tuple[int, int]] = field(default_factory=set)
+    """(epoch, position) of every void line."""
     _images_of: dict[int, set[str]] = field(default_factory=dict)
     _indexed: set[tuple[int, str]] = field(default_factory=set)
 
@@ -43,7 +47,35 @@ class Journal:
             for torn in directory.glob(".*.tmp"):
                 torn.unlink(missing_ok=True)
         self._indexed = {(int(line["batch"]), str(line["group_id"])) for line in read_lines(self.index)}
-        self._images_of = {step: set(self.header(step).get("images", ())) for step in self.steps()}
+        self.void_places = {(int(line["epoch"]), int(line["position"])) for line in read_lines(self.void)}
+
+    def start_behind(self, step: int) -> int:
+        """The last batch that goes on from the trainer's `step` without a gap and can be read.
+
+        One that cannot be read is formed anew, with all that follow it. Where the index stood then is written to
+        starts.jsonl, so that the lines of the lost ones can be told from those of their successors.
+        """
+        formed, wanted = step, self.last_after(step)
+        lost: str | None = None
+        while formed < wanted and lost is None:
+            try:
+                self.read_batch(formed + 1)
+                formed += 1
+            except JournalError as error:
+                lost = str(error)
+        for dropped in [each for each in self.steps() if each > formed]:
+            self.path(dropped).unlink(missing_ok=True)
+        if lost is not None:
+            print(f"batch {formed + 1} and those behind it are formed anew: {lost}", file=sys.stderr, flush=True)
+        lines = len(read_lines(self.index))
+        append_line(self.starts, {"time": time.time(), "step": step, "behind": formed, "index_lines": lines})
+        self._indexed = {(batch, group) for batch, group in self._indexed if batch <= formed}
+        self._images_of = {each: set(self.header(each).get("images", ())) for each in self.steps()}
+        return formed
+
+    @property
+    def starts(self) -> Path:
+        return self.index.with_name("starts.jsonl")
 
     def steps(self) -> list[int]:
         return sorted(int(path.stem) for path in self.batches.glob("[0-9]*.safetensors"))
@@ -118,7 +150,11 @@ class Journal:
             self._write_index(step, samples, header)
 
     def write_void(self, record: Mapping[str, Any]) -> None:
-        append_line(self.void, dict(record))
+        """A place is void once, however often the service is started."""
+        place = (int(record["epoch"]), int(record["position"]))
+        if place not in self.void_places:
+            self.void_places.add(place)
+            append_line(self.void, dict(record))
 
     def retain(self, oldest_step: int) -> None:
         """Removes batches before `oldest_step`, and the images that only they show."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from core.config.deadlines import Deadlines
 from core.rpc.service import bound_socket
-from core.telemetry.phases import open_phases
+from core.telemetry.phases import announce, open_phases
 from launcher.node import book as entries
 from launcher.node import guard, local_dir
 from launcher.node.api import open_api
@@ -194,6 +194,7 @@ class Daemon:
 
     def registered(self, name: str, url: str) -> None:
         """A child says where it answers. The service of rank 0 is the trainer's."""
+        announce("registering")
         rank = self.ranks.children.get("rank-0" if name == "trainer" else name)
         if name in self.crew.children:
             self.crew.registered(name, url)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core.rpc.errors import RpcError
+from core.telemetry.phases import announce
 from core.weights.errors import WeightsError
 from core.weights.fetch import fetch, fetched, release
 from core.weights.manifest import Manifest, VerifyMode
@@ -47,6 +48,7 @@ class Fetches:
 
     async def _fetch(self, source: Path, digest: str) -> dict[str, Any]:
         started = time.monotonic()
+        announce("fetch")
         cached = await asyncio.to_thread(fetched, self.local, source.name, digest) is not None
         options: dict[str, Any] = {"verify": self.verify, "visible_secs": self.visible_secs, "expected": self.last}
         target = await asyncio.to_thread(fetch, source, digest, self.local, **options)
