@@ -59,7 +59,10 @@ class _Swaps:
 
 
 def _swap_allocation(swaps: _Swaps) -> None:
-    """embedded servers and archon ranks, at most d2 a side; what cannot be read stays, for plan to refuse."""
+    """embedded servers and archon ranks, at most d2 a side; what cannot be read stays, for plan to refuse.
+
+    The t and c of ranks beside embedded servers stay as well.
+    """
     try:
         components = parse(swaps.config.allocation_mode).components
     except AllocationError:
@@ -71,7 +74,10 @@ def _swap_allocation(swaps: _Swaps) -> None:
         backend = "embedded" if swaps.config.embedded.stands_in else server.backend
         groups.append((Component(backend, Dims(d=min(MOST_D, server.dims.d))),))
     if trainer is not None:
-        groups.append((Component("archon", Dims(d=_ranks(swaps.config, trainer.dims.d))),))
+        d = _ranks(swaps.config, trainer.dims.d)
+        # who writes `embedded` wrote for a machine like this one: what he cuts and how is what he wants to see
+        cut = trainer.dims if server is not None and server.backend == "embedded" else Dims()
+        groups.append((Component("archon", Dims(d=d, t=cut.t, c=cut.c)),))
     small = Allocation(tuple(groups))
     if small.components != components:
         swaps.set("allocation_mode", str(small))

@@ -24,7 +24,7 @@ def _server(component: Component, shape: ModelShape) -> Iterator[str]:
     if component.backend == "embedded" and dims.replica > 1:
         yield f"the embedded server runs on one device: {dims} wants {dims.replica}; use d for more servers"
         return
-    yield from _tensor_cuts("inference", dims.t, shape, kv_may_repeat=True)
+    yield from _tensor_cuts("inference", dims.t, shape)
     if dims.p > shape.layers:
         yield f"p={dims.p} stages for the {shape.layers} layers of {shape.name}"
     for axis in ("c", "e"):
@@ -36,7 +36,7 @@ def _trainer(config: Config, component: Component, shape: ModelShape) -> Iterato
     dims = component.dims
     if dims.p > 1:
         yield f"training p={dims.p} is known but not built yet"
-    yield from _tensor_cuts("training", dims.t, shape, kv_may_repeat=False)
+    yield from _tensor_cuts("training", dims.t, shape)
     if dims.c > 1 and config.actor.archon.cp_style == "ulysses":
         heads, kv_heads = shape.heads // dims.t, max(1, shape.kv_heads // dims.t)
         if heads % dims.c:
@@ -50,29 +50,11 @@ def _trainer(config: Config, component: Component, shape: ModelShape) -> Iterato
         yield f"d={dims.d} is not a multiple of actor.archon.dp_replicate={replicas}"
 
 
-def _tensor_cuts(side: str, t: int, shape: ModelShape, *, kv_may_repeat: bool) -> Iterator[str]:
+def _tensor_cuts(side: str, t: int, shape: ModelShape) -> Iterator[str]:
+    """Kv heads fewer than t repeat; the vision tower is never cut."""
     sizes = {"attention heads": shape.heads, "intermediate size": shape.intermediate, "vocabulary rows": shape.vocab}
-    if not kv_may_repeat or (shape.kv_heads % t and t % shape.kv_heads):
+    if t % shape.kv_heads:
         sizes["kv heads"] = shape.kv_heads
-    if shape.vision is not None and not kv_may_repeat:
-        sizes["vision heads"] = shape.vision.heads
-        sizes["vision intermediate size"] = shape.vision.intermediate
     uneven = [f"{size} {name}" for name, size in sizes.items() if size % t]
     if uneven:
         yield f"{side} t={t} does not divide {', '.join(uneven)} of {shape.name}"
-
-
-# Delete this function, and its call in launcher.plan, when the trainer runs t > 1 and c > 1.
-def trainer_dims_not_built(allocation: Allocation) -> list[Problem]:
-    return [
-        Problem(
-            "allocation_mode",
-            f"training {axis}={getattr(each.dims, axis)} is known but not built yet",
-            pointer(allocation.text, *each.dims_span),
-            layout=True,
-        )
-        for each in allocation.components
-        if not each.is_inference
-        for axis in "tc"
-        if getattr(each.dims, axis) > 1
-    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from core.config import Config
 from launcher.allocation import Allocation, AllocationError, Component, parse, pointer
 from launcher.planning.batch import batch_plan, batch_problems, lengths_of, row_problems
-from launcher.planning.divisibility import cutting_problems, trainer_dims_not_built
+from launcher.planning.divisibility import cutting_problems
 from launcher.planning.known import Known
 from launcher.planning.layout import BatchPlan, Memory, Partition
 from launcher.planning.limits import limit_problems
@@ -50,7 +50,6 @@ def judge(config: Config, known: Known, device: str) -> Judgement:
         return result
     sides = _side_problems(config, allocation)
     result.problems += sides
-    result.problems += trainer_dims_not_built(allocation)
     result.problems += cutting_problems(config, allocation, known.shape)
     _place(result, config, allocation, device)
     trainer = next((each for each in allocation.components if not each.is_inference), None)

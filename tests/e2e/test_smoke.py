@@ -42,6 +42,29 @@ def test_three_steps_train_publish_save_and_leave_nothing(
     assert torch.isfinite(model(input_ids=ids).logits).all()
 
 
+@pytest.mark.parametrize("layout", ["d2t2", "d1c2t2"])
+def test_a_cut_trainer_feeds_its_servers_whole_weights(
+    emulate: Emulate, pictures: tuple[str, str], models: Path, layout: str
+) -> None:
+    """Synchronous in fp32: the servers' log-probabilities are the trainer's only if every shard reached them."""
+    ended, run = emulate(
+        "configs/smoke.yaml",
+        *pictures,
+        f"allocation_mode=embedded:d1+archon:{layout}",
+        "rollout.max_head_offpolicyness=0",
+        "actor.optimizer.lr=1e-3",
+        timeout=200,
+    )
+    ended.expect()
+    records = steps(run)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(record["behave_diff_max"] < 1e-4 for record in records)
+    assert len(list((run / "logs").glob("**/rank-*.log"))) == 4
+    before, after = weights(models / "tiny"), weights(run / "hub" / "step-3")
+    assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
+    assert processes_of(run) == []
+
+
 def test_on_policy_ratios_are_one(emulate: Emulate, pictures: tuple[str, str]) -> None:
     """Synchronous, fp32: the trainer's logprobs are the server's, and the first minibatch's ratio is one."""
     for limit in (128, 2048):

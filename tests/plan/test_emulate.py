@@ -73,6 +73,8 @@ def test_a_local_path_that_is_not_there_is_not_swapped_away(recipe: Recipe) -> N
     [
         ("sglang:d4t2+d1", "embedded:d2+archon:d1"),
         ("embedded:d1+archon:d2", None),
+        ("embedded:d1+archon:d2t2", None),
+        ("embedded:d1+archon:d1c2t2", None),
         ("vllm:d1|d1", "embedded:d1+archon:d1"),
         ("vllm:d4+d4t2c2p2", "embedded:d2+archon:d2"),
     ],

@@ -65,8 +65,7 @@ def test_layouts_that_run(recipe: Recipe, layout: str) -> None:
         (["allocation_mode=vllm:d4p1t1+d5"], "train_dataset.batch_size", "128 samples a step"),
         (["allocation_mode=vllm:d0+d4"], "allocation_mode", "at least 1"),
         (["allocation_mode=sglang:d4+d2p2"], "allocation_mode", "training p=2 is known but not built"),
-        (["allocation_mode=sglang:d4+d2t2"], "allocation_mode", "training t=2 is known but not built"),
-        (["allocation_mode=sglang:d4+d2c2"], "allocation_mode", "training c=2 is known but not built"),
+        (["allocation_mode=sglang:d4+d1t3"], "allocation_mode", "training t=3 does not divide 16 attention heads"),
         (["allocation_mode=sglang:d4|d4"], "allocation_mode", "colocation (a|b) is known but not built"),
         (["allocation_mode=sglang:d4+e2d4"], "allocation_mode", "has no experts"),
         (["allocation_mode=sglang:t3+d4"], "allocation_mode", "t=3 does not divide 16 attention heads"),
@@ -141,7 +140,7 @@ def test_everything_independent_is_said_at_once(recipe: Recipe) -> None:
         ["actor.path=Qwen/Qwen2.5-VL-7B-Instruct", "allocation_mode=sglang:d7+d1"],
         ["actor.path=Qwen/Qwen2.5-VL-7B-Instruct", "cluster.gpu_memory_gib=40"],
         ["actor.gradient_checkpointing=false", "cluster.gpu_memory_gib=40"],
-        ["allocation_mode=sglang:d4+d4t4", "cluster.n_nodes=4"],
+        ["allocation_mode=sglang:d4+d4t3", "cluster.n_nodes=4"],
     ],
 )
 def test_every_suggestion_fits(recipe: Recipe, overrides: list[str]) -> None:
@@ -165,8 +164,13 @@ def test_carets_stand_under_the_dims(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(
     ("size", "good", "bad"),
-    # facts: tensor-parallel sizes without replicated kv heads
-    [("3B", [1, 2], [4, 8, 3]), ("7B", [1, 2, 4], [8]), ("32B", [1, 2, 4, 8], [16, 5]), ("72B", [1, 2, 4, 8], [16])],
+    # heads, kv heads: 16 and 2, 28 and 4, 40 and 8, 64 and 8; kv heads fewer than t repeat
+    [
+        ("3B", [1, 2, 4, 8, 16], [3, 32]),
+        ("7B", [1, 2, 4], [8, 14]),
+        ("32B", [1, 2, 4, 8], [16, 5]),
+        ("72B", [1, 2, 4, 8, 16], [3]),
+    ],
 )
 def test_training_t_divides_what_it_cuts(recipe: Recipe, size: str, good: list[int], bad: list[int]) -> None:
     shape = carried(f"Qwen/Qwen2.5-VL-{size}-Instruct")

@@ -6,6 +6,7 @@ Owns the calls over the process group of the mesh; with one process and no group
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ TERM_GRACE_SECS, USR2_GRACE_SECS = 10.0, 60.0
 
 class StopRequested(Exception):
     """A signal asked the run to stop; every rank raises it at the same place."""
+
+
+class FetchError(Exception):
+    """The rank that fetches for its team could not."""
 
 
 def gather_over(group: dist.ProcessGroup | None, value: object) -> list[Any]:
@@ -48,6 +53,23 @@ class Exchange:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.mesh.world)
         return box[0]
+
+    def share(self, fetch: Callable[[], Any]) -> Any:
+        """What the first rank of each team fetches, on all its ranks; where that fails, it fails on all."""
+        team = self.mesh.team.all
+        if team is None:
+            return fetch()
+        box: list[Any] = [None]
+        if self.mesh.leads:
+            try:
+                box = [(fetch(), None)]
+            except Exception as error:
+                box = [(None, error)]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(team, 0), group=team)
+        value, failure = box[0]
+        if failure is not None:
+            raise FetchError(f"rank {dist.get_global_rank(team, 0)} could not fetch: {failure!r}") from failure
+        return value
 
     def barrier(self) -> None:
         self.gather(None)

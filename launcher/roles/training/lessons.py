@@ -48,7 +48,7 @@ class Lessons:
         self.batch_size = session.config.train_dataset.batch_size
         self._thread = ThreadPoolExecutor(2, thread_name_prefix="lessons")
         self._asked: Future[dict[str, Any] | None] | None = None
-        self._coming: tuple[dict[str, Any], Future[dict[str, NDArray[np.uint8]]]] | None = None
+        self._coming: tuple[dict[str, Any], Future[dict[str, NDArray[np.uint8]]] | None] | None = None
         self.restart(place, phase)
 
     def restart(self, place: Place | None, phase: str | None) -> None:
@@ -63,7 +63,9 @@ class Lessons:
             return None
         batch, pixels = self._coming
         self._coming = self._receive()
-        return make_lesson(batch, pixels.result(), self.session)
+        # only the leader of a team has asked for pixels; it shares them here, where ranks are in step
+        found = self.session.exchange.share(lambda: None if pixels is None else pixels.result())
+        return make_lesson(batch, found, self.session)
 
     def _ask(self) -> None:
         """Rank 0 fetches the batch at `place` in a thread."""
@@ -74,14 +76,15 @@ class Lessons:
         else:
             self._asked = None
 
-    def _receive(self) -> tuple[dict[str, Any], Future[dict[str, NDArray[np.uint8]]]] | None:
+    def _receive(self) -> tuple[dict[str, Any], Future[dict[str, NDArray[np.uint8]]] | None] | None:
         """Shares the fetched batch, has its images fetched, and asks for the one behind it."""
         batch = self.session.exchange.broadcast(None if self._asked is None else self._asked.result())
         if batch is None:
             return None
         self.place = batch["after"]
         self._ask()
-        return batch, self._thread.submit(own_pixels, batch, self.session)
+        leads = self.session.mesh.leads
+        return batch, self._thread.submit(own_pixels, batch, self.session) if leads else None
 
 
 def fetch_rows(

@@ -164,7 +164,9 @@ class SFTLoop:
             session = self.session
             fetched = fetch_rows(session, split, START, None) if session.is_first else None
             batch = session.exchange.broadcast(fetched)
-            lesson = None if batch is None else make_lesson(batch, own_pixels(batch, session), session)
+            lesson = None
+            if batch is not None:
+                lesson = make_lesson(batch, session.exchange.share(lambda: own_pixels(batch, session)), session)
             self._held_out[split] = lesson
         return self._held_out[split]
 

@@ -203,13 +203,8 @@ def _fetch(index: Index, session: Session) -> list[list[Part]]:
     """This rank's samples and images, as micro-batches of each minibatch."""
     rank = session.mesh.dp_rank
     numbers = [i for minibatch in index.packing.minibatches for i in minibatch.samples_of(rank)]
-    samples: dict[int, Sample] = {}
-    for start in range(0, len(numbers), SAMPLES_A_REQUEST):
-        some = numbers[start : start + SAMPLES_A_REQUEST]
-        path = f"/batches/{index.step}/samples"
-        body = session.services.get_bytes("rollout", path, indices=",".join(map(str, some)))
-        samples |= dict(zip(some, decode_samples(body)[0], strict=True))
-    pixels = session.pixels.get(image.hash for sample in samples.values() for image in sample.images)
+    bodies, pixels = session.exchange.share(lambda: _ask(index.step, numbers, session))
+    samples = dict(zip(numbers, (sample for body in bodies for sample in decode_samples(body)[0]), strict=True))
     # a pixel is in two frames, as float32
     keep = 8 * sum(image.nbytes for image in pixels.values()) <= KEPT_BATCH_BYTES
     return [
@@ -219,6 +214,16 @@ def _fetch(index: Index, session: Session) -> list[list[Part]]:
         ]
         for minibatch in index.packing.minibatches
     ]
+
+
+def _ask(step: int, numbers: list[int], session: Session) -> tuple[list[bytes], dict[str, Any]]:
+    """The samples of these numbers as they travel, and the pixels of their images."""
+    bodies, images = [], []
+    for start in range(0, len(numbers), SAMPLES_A_REQUEST):
+        some = ",".join(map(str, numbers[start : start + SAMPLES_A_REQUEST]))
+        bodies.append(session.services.get_bytes("rollout", f"/batches/{step}/samples", indices=some))
+        images += [image.hash for sample in decode_samples(bodies[-1])[0] for image in sample.images]
+    return bodies, session.pixels.get(images)
 
 
 def _part(
