@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+UNIT = ("config", "cli", "docs", "plan", "rpc", "report", "rl", "slurm")
 SOURCES = ["launcher", "core", "models", "tests", "bench"]
 
 
@@ -27,6 +28,7 @@ class Part:
     minutes: float
     full: bool = False
     needs: tuple[str, ...] = field(default=())
+    root: bool = False
 
 
 def pytest_command(*arguments: str) -> tuple[str, ...]:
@@ -46,7 +48,7 @@ PARTS = (
     ),
     Part(
         "unit",
-        (pytest_command("-n", "2", *[f"tests/{area}" for area in ("config", "cli", "docs", "plan", "rpc", "report", "rl")]),),
+        (pytest_command("-n", "2", *[f"tests/{area}" for area in UNIT]),),
         8,
     ),
     Part("data", (pytest_command("-n", "2", "tests/data", "tests/weights"),), 8),
@@ -55,6 +57,13 @@ PARTS = (
     Part("engine", (pytest_command("-n", "2", "tests/engine"),), 10),
     Part("inference and rollout", (pytest_command("tests/embedded", "tests/rollout", "tests/rewards"),), 10),
     Part("processes", (pytest_command("tests/node"),), 10),
+    Part(
+        "slurm",
+        (pytest_command("tests/slurm_cluster"),),
+        15,
+        needs=("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip"),
+        root=True,
+    ),
     Part("end to end", (pytest_command("tests/e2e"),), 20),
     Part("quickstart", ((sys.executable, "-m", "bench.quickstart", "--check"),), 15),
     Part(
@@ -94,6 +103,7 @@ def main() -> int:
         if (part.full and not arguments.full) or (arguments.only and part.name not in arguments.only):
             continue
         missing = [program for program in part.needs if shutil.which(program) is None]
+        missing += ["root"] if part.root and os.geteuid() != 0 else []
         if missing:
             print(f"part {part.name}: left out, {', '.join(missing)} not on this machine", flush=True)
             if os.environ.get("CI") == "true":
