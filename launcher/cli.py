@@ -127,6 +127,11 @@ COMMANDS = {
         "submit --emulate configs/smoke.yaml trial_name=night",
         (_config, _emulate, _json),
     ),
+    "serve": Command(
+        "Start the inference partition alone, say where its servers answer, and stay until Ctrl-C.",
+        "serve configs/qwen2_5_vl_3b_geometry3k_grpo.yaml allocation_mode=sglang:d4",
+        (_config, _emulate),
+    ),
     "status": Command(
         "Say how a run is: phase, step, processes, the last error, and how to go on.",
         "status smoke/trial0",
