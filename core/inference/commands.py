@@ -97,7 +97,8 @@ def sglang(config: Config, seat: Seat) -> Launch:
     if seat.nodes > 1:
         words |= {"nnodes": seat.nodes, "node_rank": seat.node_rank, "dist_init_addr": f"{seat.head}:{seat.port + 1}"}
     left_out: set[str] = set()
-    environment: dict[str, str] = {}
+    # else ids with images are decoded and tokenised again: sampled ones come back as others (seen)
+    environment = {"SGLANG_MM_AVOID_RETOKENIZE": "1"}
     if not config.actor.freeze_vision:
         # an image seen before is else answered with new language weights on embeddings of the old tower
         environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
