@@ -20,6 +20,7 @@ from launcher.planning.printing import problems_text
 from launcher.run_dir import RunDir
 from launcher.schedulers.local import LocalScheduler
 from launcher.schedulers.slurm import Sent, SlurmScheduler
+from launcher.slurm.queue import WATCH
 
 FOLLOW_SECS = 2.0
 EXIT_STATUS = {Phase.DONE: 0, Phase.CANCELLED: 130}
@@ -63,6 +64,7 @@ def follow_job(launch: Launch, *, as_json: bool = False) -> int:
 def wait_for(run_dir: RunDir, *, quiet: bool) -> State:
     """Until Slurm has no job of the run any more."""
     view = LiveView(run_dir)
+    WATCH.poll_secs = load(run_dir.config, []).slurm.poll_secs
     while True:
         found = look(run_dir)
         assert found.state is not None

@@ -33,7 +33,7 @@ def verdict(found: Liveness) -> str:
     if found.state is None:
         return "never started"
     if found.dead:
-        return "dead"
+        return worst_fate(found.jobs) if found.jobs else "dead"
     if found.answer is None and found.jobs:
         said = job_verdict(found.state, found.jobs)
         if said != Fate.RUNNING or found.rendezvous is None:
@@ -41,6 +41,12 @@ def verdict(found: Liveness) -> str:
     if found.alive and found.answer is None and found.rendezvous is not None:
         return "alive, but its daemon does not answer"
     return str(found.answer["phase"]) if found.answer else str(found.state.phase)
+
+
+def worst_fate(jobs: dict[str, JobView]) -> str:
+    """Of jobs that are over although the run did not say so itself: Slurm ended them."""
+    fates = [view.fate for view in jobs.values()]
+    return str(next((fate for fate in (Fate.FAILED, Fate.CANCELLED) if fate in fates), "dead"))
 
 
 def job_verdict(state: State, jobs: dict[str, JobView]) -> str:
@@ -73,7 +79,7 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
     state = found.state
     if state is None:
         return lines[0]
-    if found.dead:
+    if found.dead and not found.jobs:
         lines = [dead_line(run_dir, found, now)]
     lines.append(f"  attempt {state.attempt}, generation {state.generation}, step {state.step}")
     lines += job_lines(run_dir, found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import Config, ConfigError
@@ -85,10 +85,10 @@ def test_an_option_that_is_written_already_is_refused(recipe: Recipe, option: st
 
 
 def test_every_named_field_of_a_job_is_there() -> None:
-    """AReaL, lingua users: no way to name partition, account, qos, time, constraint, reservation, modules, container."""
+    """AReaL, lingua users: no way to name partition, account, qos, time, constraint, reservation, modules, image."""
     named = """partition account qos time constraint reservation nodelist exclude gpu_type gpu_form cpus_per_gpu
-        cpus_per_node mem_per_gpu mem_per_node exclusive licenses mail_type mail_user comment modules setup env container
-        container_image container_mounts srun_args options"""
+        cpus_per_node mem_per_gpu mem_per_node exclusive licenses mail_type mail_user comment modules setup env
+        container container_image container_mounts srun_args options"""
     assert set(named.split()) == set(Ask.model_fields)
 
 
@@ -120,6 +120,7 @@ def test_one_job_for_a_site_that_forbids_hetjobs(recipe: Recipe) -> None:
 dims = st.sampled_from([1, 2, 4, 8])
 
 
+@settings(deadline=None)  # a plan takes as long as this machine is busy
 @given(serving=dims, training=dims, nodes=st.sampled_from([1, 2, 3, 4]), per_node=st.sampled_from([4, 8]))
 def test_what_is_asked_for_is_what_is_planned(serving: int, training: int, nodes: int, per_node: int) -> None:
     """On no node more than it has; together exactly what the partitions need."""
