@@ -111,8 +111,8 @@ def job_lines(run_dir: RunDir, found: Liveness) -> list[str]:
             lines.append(f"  {job_id} {name}: {seen.meaning.text}{where}{wait}")
     services = found.answer["services"] if found.answer else {}
     trainer, rollout = services.get("trainer"), services.get("rollout")
-    if isinstance(rollout, dict) and isinstance(rollout.get("servers"), list):
-        up = sum(1 for each in rollout["servers"] if isinstance(each, dict) and each.get("state") == "serving")
+    if isinstance(rollout, dict) and isinstance(rollout.get("servers"), dict):
+        up = sum(each.get("state") == "serving" for each in rollout["servers"].values())
         lines.append(f"  servers up: {up} of {len(rollout['servers'])}")
     if isinstance(trainer, dict) and trainer.get("eta_secs") is not None:
         lines.append(f"  ends in about {trainer['eta_secs'] / 60:.0f} min")
