@@ -244,4 +244,3 @@ class _Parser:
 
 def _listed(words: tuple[str, ...]) -> str:
     return ", ".join(words)
-

@@ -90,7 +90,7 @@ def write(root: Path, staged: Staged, *, keep: int, gather: Gather, group: dist.
         reach("checkpoint-state")
         for each in (".metadata", STATE):
             files[each] = _record(staging / each)
-        write_atomic(staging / MANIFEST, json.dumps({"step": staged.step, "files": files}))
+        write_atomic(staging / MANIFEST, manifest_text(staged.step, files))
         reach("checkpoint-manifest")
         _replace(staging, final)
         reach("checkpoint-renamed")
@@ -122,6 +122,14 @@ def load(root: Path, engine: TrainEngine, *, gather: Gather) -> Loaded | None:
     return None
 
 
+def load_step(path: Path, engine: TrainEngine) -> dict[str, Any]:
+    """One checkpoint, by one process alone; raises CheckpointError where it is not what was written."""
+    fault = _fault(path, engine.mesh)
+    if fault is not None:
+        raise CheckpointError(f"checkpoint {path} cannot be used ({fault})")
+    return _load(path, engine)
+
+
 def _load(path: Path, engine: TrainEngine) -> dict[str, Any]:
     assert engine.optimizer is not None
     tensors = {"model": dict(engine.parameters), "moments": engine.optimizer.state()}
@@ -150,13 +158,23 @@ def _steps(root: Path) -> list[int]:
 def _fault(path: Path, mesh: Mesh) -> str | None:
     """What is wrong with a checkpoint. Each rank reads a share of its files."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        text = (path / MANIFEST).read_text()
+        written = json.loads(text)
+        files = written["files"]
+        if text != manifest_text(written["step"], files) or path.name != f"step-{written['step']}":
+            return f"{MANIFEST} is not what was written"
         for number, name in enumerate(sorted(files)):
             if number % mesh.size == mesh.rank and _record(path / name) != files[name]:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def manifest_text(step: int, files: dict[str, Any]) -> str:
+    """The manifest, with a hash of itself: a damaged one is told from a good one, too."""
+    said = {"step": step, "files": dict(sorted(files.items()))}
+    return json.dumps({**said, "xxh3": xxhash.xxh3_128_hexdigest(json.dumps(said).encode())})
 
 
 def _fresh(root: Path, staging: Path) -> None:

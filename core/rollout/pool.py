@@ -154,6 +154,8 @@ class ServerPool:
                 "state": str(server.state),
                 "version": server.served,
                 "running": server.running,
+                "state_secs": round(time.monotonic() - server.moved, 1),
+                "silent_secs": round(server.silent_secs(), 1),
                 "busy_secs": round(server.busy_secs(), 3),
                 "reason": self.left_out.get(server.name, server.reason),
             }

@@ -52,6 +52,7 @@ class Server:
     groups: int = 0
     tasks: set[asyncio.Task] = field(default_factory=set)
     created: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
     last_progress: float = field(default_factory=time.monotonic)
     busy_since: float | None = None
     _busy_secs: float = 0.0
@@ -62,7 +63,7 @@ class Server:
             raise IllegalMoveError(f"server {self.name} cannot go from {self.state} to {to}")
         self.state = to
         self.reason = reason
-        self.last_progress = time.monotonic()
+        self.moved = self.last_progress = time.monotonic()
         if to is ServerState.OUT:
             self.served = self.served_name = None
             self._cut |= self.tasks

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from core.rl.trajectory import encode_samples
+from core.rl.trajectory import Sample, encode_samples
 from core.rollout.collector import Batch
 from core.rollout.evaluation import EvaluationRequest
 from core.rollout.journal import JournalError
@@ -57,7 +58,13 @@ class Routes:
         batch = await self._found(step, _wait(call))
         self._session.refuse_when_fatal()
         if batch is not None:
-            return {"ready": True, "end": False, "step": step, "samples": _weights(batch), "stats": batch.stats}
+            return {
+                "ready": True,
+                "end": False,
+                "step": step,
+                "samples": weights_of(batch.samples),
+                "stats": batch.stats,
+            }
         return {"ready": True, "end": True} if self._session.collector.ended else {"ready": False}
 
     async def samples(self, call: Call) -> bytes:
@@ -111,7 +118,8 @@ class Routes:
             raise RpcError(410, str(error)) from error
 
 
-def _weights(batch: Batch) -> list[dict[str, Any]]:
+def weights_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """What each sample weighs, for packing; groups by number in their order."""
     groups: dict[str, int] = {}
     return [
         {
@@ -122,7 +130,7 @@ def _weights(batch: Batch) -> list[dict[str, Any]]:
             "patches": sample.patches,
             "images": [image.hash for image in sample.images],
         }
-        for i, sample in enumerate(batch.samples)
+        for i, sample in enumerate(samples)
     ]
 
 

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from launcher.waiting import chain
+
 CLOCKS = ("uptime", "time", "now", "updated", "age", "secs", "rss", "eta", "beat", "_s", "_mb", "pid")
 """Keys that change although nothing moves."""
 
@@ -43,7 +45,8 @@ def progress(status: Any) -> Any:
 
 def report(statuses: Mapping[str, Any], children: Mapping[str, str], still: float) -> str:
     """Who waits on whom, as far as each of them says."""
-    lines = [f"nothing moved for {still:.0f} s (watchdog_secs); what each process says:"]
+    waits = " ".join(chain(statuses, {})[:3])
+    lines = [f"nothing moved for {still:.0f} s (watchdog_secs): {waits}; what each process says:"]
     for name, status in statuses.items():
         lines.append(f"  {name}: {json.dumps(status, default=str)}")
     lines += [f"  {name}: {state}" for name, state in children.items() if name not in statuses]

@@ -86,7 +86,8 @@ class Record:
                 self._board.add_scalar(f"{prefix}/{name}", value, step)
 
     def _status(self) -> dict[str, Any]:
-        return {**self.progress, "total_steps": self.total_steps, "generation": self.arguments.generation}
+        doing = {"phase_secs": time.time() - self.progress["since"]} if "since" in self.progress else {}
+        return {**self.progress, **doing, "total_steps": self.total_steps, "generation": self.arguments.generation}
 
     def _metrics(self) -> dict[str, float]:
         return {**numbers(self._status()), "rss_mb": rss_mb()}

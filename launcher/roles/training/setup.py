@@ -58,10 +58,15 @@ def open_session(arguments: RoleArguments) -> Session:
     """Joins the other ranks and builds the model; collective."""
     config = configuration.load(arguments.run_dir.config, [])
     plan = Plan.from_json(arguments.run_dir.plan.read_text())
-    mesh = _join(arguments, plan, config)
+    session = session_on(_join(arguments, plan, config), arguments, config)
+    session.stop.install()
+    return session
+
+
+def session_on(mesh: Mesh, arguments: RoleArguments, config: configuration.Config) -> Session:
+    """The model and everything around it on a mesh that is there."""
     exchange = Exchange(mesh)
     stop = StopFlags(exchange)
-    stop.install()
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
