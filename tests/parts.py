@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip")
 UNIT = ("config", "cli", "docs", "plan", "rpc", "report", "rl", "slurm")
 SOURCES = ["launcher", "core", "models", "tests", "bench"]
 
@@ -61,7 +62,7 @@ PARTS = (
         "slurm",
         (pytest_command("tests/slurm_cluster"),),
         15,
-        needs=("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip"),
+        needs=CLUSTER,
         root=True,
     ),
     Part("end to end", (pytest_command("tests/e2e"),), 20),
@@ -73,7 +74,15 @@ PARTS = (
         full=True,
     ),
     Part("asynchrony", ((sys.executable, "bench/async.py", "--check"),), 15, full=True),
-    Part("long forms", (pytest_command("-m", "slow", "tests"),), 30, full=True),
+    Part(
+        "quickstart as a hetjob",
+        (pytest_command("-m", "slow", "tests/slurm_cluster"),),
+        60,
+        full=True,
+        needs=CLUSTER,
+        root=True,
+    ),
+    Part("long forms", (pytest_command("-m", "slow", "tests", "--ignore=tests/slurm_cluster"),), 30, full=True),
 )
 
 

@@ -48,10 +48,11 @@ class Run:
     trial: str
     overrides: list[str] = field(default_factory=list)
     where: Path = ROOT
+    place: Path | None = None
 
     @property
     def root(self) -> Path:
-        return self.shared / "runs" / "slurm" / self.trial
+        return self.place or self.shared / "runs" / "slurm" / self.trial
 
     @property
     def run_dir(self) -> RunDir:
