@@ -39,9 +39,10 @@ class Trial:
 
     def commands(self) -> list[list[str]]:
         launcher = [sys.executable, "-m", "launcher"]
+        pictures = str(self.pictures)
         same = [f"seed={self.seed}", f"trial_name={self.name}"]
         return [
-            [*launcher, "make-model", str(self.model), "--seed", str(self.seed), "--pictures", str(self.pictures)],
+            [*launcher, "make-model", str(self.model), "--untied", "--seed", str(self.seed), "--pictures", pictures],
             [*launcher, "run", "--emulate", "configs/quickstart_sft.yaml", *same, f"actor.path={self.model}"],
             [*launcher, "run", "--emulate", "configs/quickstart.yaml", *same],
         ]

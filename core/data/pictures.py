@@ -44,7 +44,7 @@ def draw(seed: int, split: str, number: int) -> tuple[Image.Image, str, int]:
     for n in range(count + others):
         cell = cells.pop(below(len(cells)))
         colour = asked if n < count else names[below(len(names))]
-        half = 11 + below(3)
+        half = 9 + below(4)
         spare = CELL // 2 - half
         x = cell % CELLS_A_SIDE * CELL + CELL // 2 + below(2 * spare + 1) - spare
         y = cell // CELLS_A_SIDE * CELL + CELL // 2 + below(2 * spare + 1) - spare

@@ -18,9 +18,6 @@ import numpy as np
 from launcher.roles.tiny import tokenizer
 
 PATCH, TEMPORAL_PATCH, MERGE, CHANNELS = 14, 2, 2, 3
-# The tower starts smaller than the text model, as the hub's configs have it (0.02 beside 0.05 here). Started as large,
-# SFT of the quickstart counts all shapes and never sees their colour (seen: stuck at 0.47 for 1,000 steps).
-VISION_SHARE = 0.4
 
 
 class ShapeError(Exception):
@@ -214,8 +211,7 @@ def initial_value(name: str, shape: tuple[int, ...], model: TinyModel) -> np.nda
     """Initial float32 value of a tensor: normal for matrices, 1 for norms and 0 for biases (each ± jitter)."""
     generator = np.random.default_rng([model.seed, zlib.crc32(name.encode())])
     if len(shape) > 1:
-        spread = model.initializer_range * (VISION_SHARE if name.startswith("visual.") else 1.0)
-        return (generator.standard_normal(shape) * spread).astype(np.float32)
+        return (generator.standard_normal(shape) * model.initializer_range).astype(np.float32)
     centre = 0.0 if name.endswith(".bias") else 1.0
     return (centre + model.jitter * generator.standard_normal(shape)).astype(np.float32)
 
