@@ -15,9 +15,9 @@ PACKAGES = ("launcher", "core", "models")
 FORBIDDEN = {"core": {"models", "launcher"}, "models": {"launcher"}, "launcher": set()}
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
-    "core.config core.rpc core.telemetry core.rollout core.data core.rewards core.inference core.rl.trajectory "
-    "core.weights.manifest core.weights.fetch launcher"
-).split()
+    *("core.config", "core.rpc", "core.telemetry", "core.rollout", "core.data", "core.rewards", "core.inference"),
+    *("core.rl.trajectory", "core.weights.manifest", "core.weights.fetch", "launcher"),
+)
 MAY_IMPORT_TORCH = ("launcher.node", "launcher.roles", "core.inference.embedded")
 
 
