@@ -89,6 +89,7 @@ def pack_documents(
         max_seqlen=max(lengths),
         pixel_values_PK=pixel_values,
         grid_thw=grid_thw,
+        image_names=tuple(grids),
         visual_row_M=rows,
         scoring=_scoring(documents, rules, with_entropy),
     )

@@ -51,6 +51,7 @@ class PackedBatch:
     max_seqlen: int
     pixel_values_PK: Tensor | None = None
     grid_thw: tuple[tuple[int, int, int], ...] = ()  # per image or video of pixel_values_PK, in patches
+    image_names: tuple[str, ...] = ()  # content hashes of grid_thw, where known: what a frozen tower's features go by
     visual_row_M: Tensor | None = None  # int64, row of the tower's output for placeholder m; None = in order
     logit_rows_R: Tensor | None = None  # rows whose logits are wanted when scoring is None; None = all
     scoring: Scoring | None = None

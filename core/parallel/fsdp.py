@@ -6,7 +6,7 @@ the root: it stays gathered from the first use of a tied weight to its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ def shard(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
+    whole: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Shards each unit but the last, then the rest of the model as the root unit.
+    """Shards each unit but the last, then the rest of the model as the root unit; `whole` parameters stay as they are.
 
     Gradients are summed, never averaged: the loss carries the one global scale.
     """
@@ -36,7 +37,7 @@ def shard(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=set(whole))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # gloo has no PREMUL_SUM: a factor of 1 alone would ask for it

@@ -63,6 +63,7 @@ def make_engine(
     one_unit: bool = True,
     freeze_vision: bool = False,
     cp_style: str = "ulysses",
+    every: str | None = None,
 ) -> TrainEngine:
     """An engine as the trainer builds it."""
     compute = getattr(torch, dtype)
@@ -74,7 +75,12 @@ def make_engine(
         gradient_checkpointing=checkpointing != "none",
         dtype=dtype,
         grad_reduce_dtype="float64" if dtype == "float64" else "float32",
-        archon=SimpleNamespace(ac_mode=checkpointing, selective_ac_option="op", reshard_after_forward_policy="default"),
+        archon=SimpleNamespace(
+            ac_mode=checkpointing,
+            selective_ac_option=every or "op",
+            reshard_after_forward_policy="default",
+            enable_compile=False,
+        ),
     )
     infra.parallelize(model, mesh, actor, one_unit_below=infra.ONE_UNIT_BELOW if one_unit else 0)
     model.to_empty(device=mesh.device)

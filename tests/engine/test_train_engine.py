@@ -109,6 +109,17 @@ def test_a_frozen_tower_stays_and_the_rest_gets_the_same_gradient(checkpoint, ba
             assert far(before[name] - after, expected[1][name]) < 1e-9, name
 
 
+def test_a_frozen_tower_embeds_each_image_once(checkpoint, batch):
+    engine = make_engine(checkpoint, alone(), freeze_vision=True)
+    seen: list[int] = []
+    engine.model.visual.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[0]))
+    first = policy_step(engine, batch, Limits(120, 480), lr=0.0)
+    again = policy_step(engine, batch, Limits(200, 800), lr=0.0)
+    images = {name: t * h * w for document in batch.documents for name, (t, h, w) in document.images}
+    assert sum(seen) == sum(images.values())
+    assert again.update.loss == pytest.approx(first.update.loss, rel=1e-12)
+
+
 def test_gradients_are_clipped_by_their_global_norm(checkpoint, batch, expected):
     clipped = type(SGD)(**{**vars(SGD), "gradient_clipping": 0.01})
     engine = make_engine(checkpoint, alone(), optimizer=clipped)

@@ -56,6 +56,13 @@ CASES: dict[str, dict[str, Any]] = {
         "checkpointing": "selective",
         "images": "none",
     },
+    "tied, a unit a layer, every second recomputed, tower frozen": {
+        "model": "tied",
+        "one_unit": False,
+        "checkpointing": "selective",
+        "every": "2",
+        "freeze_vision": True,
+    },
 }
 
 
@@ -89,7 +96,7 @@ def test_a_step_is_that_of_one_process(
 ) -> None:
     layout, chosen = LAYOUTS[name], settings(checkpoints, CASES[case])
     found = pool.run(jobs.measure, layout.degrees, cp_style=layout.cp_style, **chosen)
-    plain = {key: value for key, value in chosen.items() if key in ("path", "images")}
+    plain = {key: value for key, value in chosen.items() if key in ("path", "images", "freeze_vision")}
     expected = one_process(**plain)
     compare(found, expected, 1e-5, "loss", "grad_norm", "logp", "entropy", "gradients", "moments")
 

@@ -5,6 +5,7 @@ Owns the order of starting up; the loops own what happens then.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def session_on(mesh: Mesh, arguments: RoleArguments, config: configuration.Confi
     """The model and everything around it on a mesh that is there."""
     exchange = Exchange(mesh)
     stop = StopFlags(exchange)
-    if config.deterministic:
+    if config.deterministic or config.actor.archon.use_deterministic_algorithms:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
     cache = config.paths.cache

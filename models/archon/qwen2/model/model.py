@@ -8,6 +8,8 @@ d head width, M placeholders, E embeddings of images, R rows asked for.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from core.parallel.mesh import Team
 from models.archon.qwen2.model.args import Qwen2ModelArgs
 from models.archon.qwen2.model.rope import text_tables
 from models.archon.qwen2.model.state_dict_adapter import Qwen2StateDictAdapter
-from models.archon.qwen2.model.vision import VisionTower, embed_over
+from models.archon.qwen2.model.vision import Features, VisionTower, embed_over
 
 
 class StreamError(ValueError):
@@ -107,6 +109,7 @@ class Qwen2Model(nn.Module):
         self.args, self.team, self.cp_style = args, team or Team(), cp_style
         tp = self.team.tp
         self.visual = VisionTower(args.vision, args.dtype) if args.vision else None
+        self.features: Features | None = None  # set where the tower is frozen
         self.model = Decoder(args, tp)
         self.lm_head = VocabParallelHead(args.hidden_size, args.vocab_size, tp=tp, dtype=args.dtype)
         replicate(self, tp)
@@ -151,7 +154,11 @@ class Qwen2Model(nn.Module):
         """Puts the tower's embeddings at the placeholders; a batch without any still depends on the tower."""
         if self.visual is None:
             raise PlaceholderError("the batch has pixel values and the model no vision tower")
-        embeds_ED = embed_over(self.visual, pixels_PK, packed.grid_thw, self.team.all).to(x_SD.dtype)
+        embed = partial(embed_over, self.visual, team=self.team.all)
+        if self.features is not None and packed.image_names:
+            embeds_ED = self.features.of(packed.image_names, pixels_PK, packed.grid_thw, embed).to(x_SD.dtype)
+        else:
+            embeds_ED = embed(pixels_PK, packed.grid_thw).to(x_SD.dtype)
         row_S = stream.own_rows(stream.take(self._visual_rows(packed, embeds_ED.shape[0])))
         # text rows read some embedding too, each another one: all at one row would queue up in backward
         spread_S = torch.arange(row_S.numel(), device=row_S.device) % embeds_ED.shape[0]

@@ -7,6 +7,8 @@ Shapes: P patches, K values of a patch, E tower width, H heads, d head width, N 
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -189,6 +191,39 @@ class VisionTower(nn.Module):
             cu, longest = (frame_cu, order.frame_max) if full else (window_cu, order.window_max)
             x_PE = block(x_PE, cos, sin, cu, longest)
         return self.merger(x_PE).index_select(0, order.cell_N.to(device))
+
+
+class Features:
+    """Embeddings of images by content hash, for a tower that does not change; the least used go beyond `limit` bytes.
+
+    What is kept depends on the order of images alone, so the ranks of a team always agree on which are missing.
+    """
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.limit = limit
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    @torch.no_grad()
+    def of(
+        self, names: Sequence[str], pixels_PK: Tensor, grids: Grids, embed: Callable[[Tensor, Grids], Tensor]
+    ) -> Tensor:
+        """Embeddings of all images, in order; `embed` is called for those that are new, once."""
+        pieces = pixels_PK.split([t * h * w for t, h, w in grids])
+        missing = [i for i, name in enumerate(names) if name not in self._kept]
+        found = {name: self._kept[name] for name in names if name in self._kept}
+        if missing:
+            new_ED = embed(torch.cat([pieces[i] for i in missing]), tuple(grids[i] for i in missing))
+            patches = [pieces[i].shape[0] for i in missing]
+            sizes = [count * new_ED.shape[0] // sum(patches) for count in patches]
+            found |= {names[i]: part.clone() for i, part in zip(missing, new_ED.split(sizes), strict=True)}
+        for name, part in found.items():
+            self._bytes += 0 if name in self._kept else part.nbytes
+            self._kept[name] = part
+            self._kept.move_to_end(name)
+        while self._bytes > self.limit:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return torch.cat([found[name] for name in names])
 
 
 def embed_over(tower: VisionTower, pixels_PK: Tensor, grids: Grids, team: ProcessGroup | None) -> Tensor:
