@@ -93,12 +93,14 @@ def sglang(config: Config, seat: Seat) -> Launch:
         "nccl_port": seat.port + 2,
         "tensor_parallel_size": seat.tensor,
         "pipeline_parallel_size": seat.pipeline,
+        # with it, ids beside images are taken as they are; without, they are decoded and tokenised again, and sampled
+        # ones come back as others (seen). What it keeps are pixels: no weights are in it
+        "mm_preprocess_cache_size_mb": 256,
     }
     if seat.nodes > 1:
         words |= {"nnodes": seat.nodes, "node_rank": seat.node_rank, "dist_init_addr": f"{seat.head}:{seat.port + 1}"}
     left_out: set[str] = set()
-    # else ids with images are decoded and tokenised again: sampled ones come back as others (seen)
-    environment = {"SGLANG_MM_AVOID_RETOKENIZE": "1"}
+    environment: dict[str, str] = {}
     if not config.actor.freeze_vision:
         # an image seen before is else answered with new language weights on embeddings of the old tower
         environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
