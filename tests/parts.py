@@ -59,6 +59,15 @@ PARTS = (
     Part("inference and rollout", (pytest_command("tests/embedded", "tests/rollout", "tests/rewards"),), 10),
     Part("processes", (pytest_command("tests/node"),), 10),
     Part(
+        "servers",
+        (
+            (sys.executable, "-m", "launcher", "install", "vllm", "--device", "cpu"),
+            (sys.executable, "-m", "launcher", "install", "sglang", "--device", "cpu"),
+            pytest_command("tests/servers"),
+        ),
+        12,
+    ),
+    Part(
         "slurm",
         (pytest_command("tests/slurm_cluster"),),
         15,
