@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pwd
 import signal
+import stat
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.slurm_cluster.conftest import Run
-from tests.support.runs import environment, lines
+from tests.support.runs import ROOT, environment, lines
 from tests.support.slurm_cluster.cluster import until
 
 pytestmark = pytest.mark.timeout(280)
@@ -156,7 +158,19 @@ def test_a_queue_longer_than_every_start_up_deadline(run: Start) -> None:
     job.nothing_left()
 
 
-def test_a_user_who_is_not_root(run: Start, shared: Path) -> None:
+@pytest.fixture
+def interpreter_for_all() -> Iterator[None]:
+    """Where root's own interpreter lies below a closed directory, others may pass through it during this test."""
+    real = Path(os.path.realpath(sys.executable))
+    closed = [each for each in [*real.parents, *ROOT.parents] if not each.stat().st_mode & stat.S_IXOTH]
+    for each in closed:
+        each.chmod(each.stat().st_mode | stat.S_IXOTH)
+    yield
+    for each in closed:
+        each.chmod(each.stat().st_mode & ~stat.S_IXOTH)
+
+
+def test_a_user_who_is_not_root(run: Start, shared: Path, interpreter_for_all: None) -> None:
     nobody = pwd.getpwnam("nobody")
     job = run("total_train_steps=1")
     for name in ("runs", "cache"):
@@ -166,14 +180,13 @@ def test_a_user_who_is_not_root(run: Start, shared: Path) -> None:
     (shared / "runs" / "slurm").chmod(0o1777)
 
     def as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
-        root = Path(__file__).resolve().parents[2]
         return subprocess.run(
             ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups", "--", *words],
-            cwd=root, env={**environment(job.cluster.environment), "HOME": "/nonexistent", "TMPDIR": "/tmp"},
+            cwd=ROOT, env={**environment(job.cluster.environment), "HOME": "/nonexistent", "TMPDIR": "/tmp"},
             capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
 
-    python = [os.sys.executable, "-P", "-m", "launcher"]  # type: ignore[attr-defined]
+    python = [sys.executable, "-P", "-m", "launcher"]
     done = as_nobody(*python, "submit", "--emulate", *job.words)
     assert done.returncode == 0, done.stderr
     refused = job.launcher("cancel", str(job.root))
