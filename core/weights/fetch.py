@@ -78,7 +78,7 @@ def fetched(local_root: Path, name: str, digest: str) -> Manifest | None:
 
 def release(local_root: Path, name: str) -> None:
     """Forgets a fetched version; one that is not there is forgotten already."""
-    if not name or Path(name).name != name:
+    if not name or Path(name).name != name or name.startswith("."):
         raise WeightsError(f"{name!r} is not the name of a version")
     shutil.rmtree(local_root / name, ignore_errors=True)
 
