@@ -60,7 +60,7 @@ class SlurmScheduler:
         job, text = script_of(config, plan, run_dir)
         executor = ComponentsExecutor(run_dir.submitit)
         tasks = [(each.name, each.size.nodes, NodeTask(str(run_dir.root), each.name)) for each in job.components]
-        job_ids = []
+        job_ids: list[str] = []
         for _ in range(job.chain):
             try:
                 handles = executor.send(text, tasks, hetjob=job.kind == "hetjob")

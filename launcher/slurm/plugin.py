@@ -124,9 +124,16 @@ class ComponentsExecutor(SlurmExecutor):
         return SlurmExecutor._get_job_id_from_submission_command(_command(["sbatch", *words]))
 
 
+def outside_of_jobs() -> dict[str, str]:
+    """Submitted from inside another job (salloc, a notebook), its sizes would become defaults of this one's steps."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+
+
 def _command(words: Sequence[str]) -> str:
     try:
-        done = subprocess.run(list(words), capture_output=True, text=True, timeout=SBATCH_SECS, check=False)
+        done = subprocess.run(
+            list(words), capture_output=True, text=True, timeout=SBATCH_SECS, check=False, env=outside_of_jobs()
+        )
     except FileNotFoundError as error:
         raise SubmissionError(
             f"{words[0]} is not on this machine: submit where Slurm is, or scheduler.type=local"

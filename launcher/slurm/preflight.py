@@ -146,12 +146,13 @@ def _clocks(records: Sequence[Record]) -> list[str]:
 # --- what this node is
 
 
-def examine(run_dir: RunDir, node: str, gpus_wanted: int, device: str) -> Record:
-    gpus, problems = visible_gpus(device)
+def examine(run_dir: RunDir, node: str, planned: Sequence[int], device: str) -> Record:
+    """`planned`: the plan's GPUs of this node; empty where Slurm was not asked for any and none is used."""
+    gpus, problems = visible_gpus(device, planned)
     return Record(
         node=node,
         host=socket.gethostname(),
-        gpus_wanted=gpus_wanted,
+        gpus_wanted=len(planned),
         gpus=gpus,
         versions={"python": platform.python_version(), "code": code_version(), **package_versions()},
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -192,8 +193,11 @@ def clock_offset(folder: Path) -> float:
     return (before + after) / 2 - stamp
 
 
-def visible_gpus(device: str) -> tuple[tuple[Gpu, ...], list[str]]:
+def visible_gpus(device: str, planned: Sequence[int]) -> tuple[tuple[Gpu, ...], list[str]]:
+    """Those that Slurm gave; where it was not asked (gpu_form: none), those of the plan."""
     given = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each not in ("", "-1")]
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        given = [str(gpu) for gpu in planned]
     physical = os.environ.get("SLURM_STEP_GPUS", "").split(",")
     named = physical if len(physical) == len(given) and physical != [""] else given
     if device != "cuda":

@@ -112,7 +112,7 @@ def serve(run_dir: RunDir, place: Place) -> int:
         os.environ.update(surroundings(scratch))
         interface = find_interface(config, place)
         say(place, f"{interface.address} ({interface.name}): {interface.why}")
-        check(run_dir, plan, place)
+        check(config, run_dir, plan, place)
         words = ["--run-dir", str(run_dir.root), "--attempt", str(place.attempt)]
         words += ["--partition", place.partition, "--node", str(place.node)]
         words += ["--host", interface.address, "--interface", interface.name, "--on-cluster"]
@@ -121,11 +121,12 @@ def serve(run_dir: RunDir, place: Place) -> int:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def check(run_dir: RunDir, plan: Plan, place: Place) -> None:
+def check(config: Config, run_dir: RunDir, plan: Plan, place: Place) -> None:
     partition = plan.partition(place.partition)
     assert partition is not None
-    wanted = len(partition.nodes[place.node].gpus) if plan.device == "cuda" else 0
-    mine = preflight.examine(run_dir, place.name, wanted, plan.device)
+    asked_for = plan.device == "cuda" or config.slurm.of(place.partition).gpu_form != "none"
+    planned = partition.nodes[place.node].gpus if asked_for else []
+    mine = preflight.examine(run_dir, place.name, planned, plan.device)
     problems = preflight.check(run_dir, place.attempt, mine, node_names(plan))
     for line in problems:
         say(place, f"preflight: {line}")

@@ -83,7 +83,7 @@ def test_nvidia_smi_is_read_with_or_without_the_sites_cgroups() -> None:
 
 
 def test_this_machine_can_be_examined(tmp_path: Path) -> None:
-    mine = preflight.examine(RunDir(tmp_path), "training-0", 0, "cpu")
+    mine = preflight.examine(RunDir(tmp_path), "training-0", [], "cpu")
     assert abs(mine.clock_offset) < 2 and mine.versions["torch"] != "missing" and "files" in mine.versions["code"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from launcher.slurm.plugin import ComponentsJob
 from tests.slurm_cluster.conftest import Run
 from tests.support.slurm_cluster.cluster import until
 
@@ -36,6 +37,10 @@ def test_a_hetjob_over_two_nodes_from_submit_to_report(run: Start) -> None:
     job.await_out_of_queue()
     job.nothing_left()
     assert "done" in job.launcher("list", str(job.shared / "runs")).expect().out
+    handles = [ComponentsJob(job.root / "submitit", f"{leader}+{index}") for index in (0, 1)]
+    assert [handle.state for handle in handles] == ["COMPLETED", "COMPLETED"]
+    assert [handle.result()["node"] for handle in handles] == ["inference-0", "training-0"]
+    assert ComponentsJob.watcher.num_calls <= 2, "one question for all components"
     states = job.cluster.call("sacct", "-n", "-X", "-P", "-o", "State", "-j", leader).split()
     assert states == ["COMPLETED", "COMPLETED"]
 
@@ -83,6 +88,12 @@ def test_cancel_while_pending_and_while_running(run: Start) -> None:
 
         assert "cancelled" in first.launcher("cancel", str(first.root)).expect().out
         assert first.state.phase == "cancelled"
+        first.await_out_of_queue()
+        first.nothing_left()
+        again = len(first.steps) + 2
+        first.launcher("resume", "--detach", str(first.root), f"total_train_steps={again}").expect()
+        assert first.await_phase("done", "failed").phase == "done"
+        assert first.state.attempt == 2 and [record["step"] for record in first.steps][-1] == again
         first.await_out_of_queue()
         first.nothing_left()
     finally:
