@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from launcher.node.children import Child, ChildState, Exit
 from launcher.node.log_tail import last_error
 from launcher.node.restarts import Restarts
-from launcher.node.specs import Spec
+from launcher.node.specs import CANNOT_GO_ON, Spec
 from launcher.node.state import RunError
 
 
@@ -59,9 +59,10 @@ class Crew:
             child.move(ChildState.ENDED)
             return
         pause = self.restarts[child.name].pause_after(ended.lived_secs)
-        if pause is None:
+        if pause is None or ended.code == CANNOT_GO_ON:
             child.move(ChildState.OUT)
-            error = run_error(child, ended, f"died {self.restarts[child.name].deaths} times in a row, ")
+            times = "" if ended.code == CANNOT_GO_ON else f"died {self.restarts[child.name].deaths} times in a row, "
+            error = run_error(child, ended, times)
             self._say(f"{child.name} is left out: {error.message}")
             self._on_change(child, error)
             return

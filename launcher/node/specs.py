@@ -18,6 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROLES = "launcher.roles"
 SERVER_ROLES = {"embedded": "embedded_server", "vllm": "inference_server", "sglang": "inference_server"}
 LOOPBACK = "127.0.0.1"
+CANNOT_GO_ON = 4
+"""Exit status of a service whose failure another start would not mend (a budget used up): it is not started again."""
 
 
 class Kind(StrEnum):

@@ -17,6 +17,7 @@ from core.data.tokenizer import Tokenizer
 from core.rollout.service import Routes
 from core.rollout.session import Places, Session
 from core.rpc.service import Service
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.plan import Plan
 from launcher.roles import arguments
 from launcher.roles.data import longest_prompt
@@ -48,7 +49,7 @@ async def serve(options: arguments.RoleArguments) -> int:
     await asyncio.to_thread(arguments.register, options, url)
     print(f"rollout service at {url}, pid {os.getpid()}", flush=True)
     try:
-        return await session.run()
+        return CANNOT_GO_ON if await session.run() else 0
     finally:
         await service.stop()
 
