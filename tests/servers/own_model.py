@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ class OwnModel:
         family = family_of(directory)
         self.args = family.args.from_pretrained(directory, dtype=torch.float32)
         self.model = family.model(self.args).eval().requires_grad_(False)
+        raw = json.loads((directory / "config.json").read_text())
+        self.marks: tuple[int, int] = (raw["vision_start_token_id"], raw["vision_end_token_id"])
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
         counts = iter(image_tokens(picture.grid_thw) for picture in pictures)

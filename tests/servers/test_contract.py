@@ -26,10 +26,11 @@ TIE = 0.25  # of two logits closer than this, bfloat16 may take either
 
 
 def prompt(own: OwnModel, *, images: int, length: int = 12, seed: int = 0) -> list[int]:
-    """Random text with ONE placeholder for each image."""
+    """Random text with ONE placeholder for each image, between the marks that the chat template puts around it."""
     text = np.random.default_rng(seed).integers(3, 400, length).tolist()
+    start, end = own.marks
     for number in range(images):
-        text.insert(2 + 4 * number, own.args.image_token_id)
+        text[2 + 6 * number : 2 + 6 * number] = [start, own.args.image_token_id, end]
     return text
 
 

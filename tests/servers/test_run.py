@@ -1,0 +1,96 @@
+"""Whole runs with the real servers: three GRPO steps with weight updates; a server that is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.servers.conftest import BACKENDS, CACHE, available, configuration
+from tests.support.runs import ROOT, await_gone, command, environment, launcher, lines, log_tails, steps
+
+HERE = [backend for backend in BACKENDS if backend != "embedded" and available(backend)]
+PROGRAMS = {"vllm": "vllm.entrypoints.cli.main", "sglang": "sglang.launch_server"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    launcher("make-model", str(root / "tiny"), "--pictures", str(root / "pictures")).expect()
+    return root
+
+
+def arguments(backend: str, models: Path, place: Path, *more: str) -> list[str]:
+    paths = configuration(models / "tiny").paths
+    return [
+        "run",
+        "--emulate",
+        "configs/smoke.yaml",
+        f"allocation_mode={backend}:d1+archon:d1",
+        "embedded.stands_in=false",
+        "vllm.max_model_len=2048",
+        "vllm.max_num_seqs=16",
+        "sglang.context_length=2048",
+        "sglang.max_running_requests=16",
+        f"cluster.fileroot={place}",
+        f"actor.path={models / 'tiny'}",
+        f"train_dataset.path={models / 'pictures'}",
+        f"valid_dataset.path={models / 'pictures'}",
+        f"paths.cache={CACHE}",
+        *(f"paths.{name}={value}" for name, value in paths.model_dump().items() if name.endswith("_python") and value),
+        "rollout.setup_timeout=550",
+        "experiment_name=servers",
+        f"trial_name={backend}",
+        *more,
+    ]
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("backend", HERE)
+def test_three_steps_with_updates_pass_the_gate_and_leave_nothing(backend: str, models: Path, tmp_path: Path) -> None:
+    ended = launcher(*arguments(backend, models, tmp_path, "rollout.max_head_offpolicyness=0"), timeout=650)
+    run = tmp_path / "servers" / backend
+    assert ended.status == 0, log_tails(run)
+    records = steps(run)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        # on policy: what every version sampled is scored with the weights that sampled it, here in float32
+        assert record["behave_diff_mean"] <= 0.02 and record["behave_diff_max"] <= 0.2, record
+        assert record["samples"] == 16 and record["void"] == {}
+    assert records[0]["parity_tokens"] > 0 and records[0]["parity_mean"] <= 0.02
+    assert records[-1]["sync_version"] in (2, 3)
+    await_gone(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("backend", HERE)
+def test_a_server_killed_in_the_middle_loses_no_sample(backend: str, models: Path, tmp_path: Path) -> None:
+    words = arguments(backend, models, tmp_path, "total_train_steps=6", "gconfig.max_new_tokens=400")
+    run = tmp_path / "servers" / backend
+    process = subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 700
+        while len(steps(run)) < 2:
+            assert process.poll() is None, log_tails(run)
+            assert time.monotonic() < deadline, log_tails(run)
+            time.sleep(0.2)
+        for victim in psutil.Process(process.pid).children(recursive=True):
+            if PROGRAMS[backend] in " ".join(victim.cmdline()):
+                victim.send_signal(signal.SIGKILL)
+        assert process.wait(700) == 0, log_tails(run)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    assert [record["step"] for record in steps(run)] == [1, 2, 3, 4, 5, 6]
+    places = [(group["epoch"], group["position"]) for group in lines(run / "rollouts" / "index.jsonl")]
+    assert sorted(places) == [(0, position) for position in range(24)]
+    assert json.loads((run / "state.json").read_text())["phase"] == "done"
+    assert "starts again" in (run / "logs" / "1" / "inference-0" / "daemon.log").read_text()
+    await_gone(run)
