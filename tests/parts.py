@@ -82,7 +82,12 @@ PARTS = (
         45,
         full=True,
     ),
-    Part("quickstart with real servers", ((sys.executable, "-m", "bench.quickstart_servers", "--check"),), 60, full=True),
+    Part(
+        "quickstart, real servers",
+        ((sys.executable, "-m", "bench.quickstart_servers", "--check"),),
+        60,
+        full=True,
+    ),
     Part("asynchrony", ((sys.executable, "bench/async.py", "--check"),), 15, full=True),
     Part(
         "quickstart as a hetjob",
