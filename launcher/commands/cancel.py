@@ -18,8 +18,7 @@ from launcher.find_run import find_run
 from launcher.liveness import Liveness, look
 from launcher.node.state import Phase, read_state, write_state
 from launcher.run_dir import RunDir
-from launcher.schedulers.slurm import is_mine, scancel
-from launcher.slurm.queue import jobs_of
+from launcher.slurm.queue import is_mine, jobs_of, scancel
 
 PATIENCE_SECS = 60.0
 

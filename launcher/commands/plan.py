@@ -15,7 +15,7 @@ from launcher.emulate import emulate
 from launcher.plan import PlanError, Problem, plan
 from launcher.planning.printing import plan_text, problems_text
 from launcher.run_dir import run_dir_of
-from launcher.schedulers.slurm import script_of
+from launcher.slurm.script import script_of
 
 
 def run(arguments: argparse.Namespace) -> int:

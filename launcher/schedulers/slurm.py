@@ -7,28 +7,21 @@ of its lead daemon (launcher.liveness).
 from __future__ import annotations
 
 import dataclasses
-import getpass
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from submitit.core.plugins import get_executors
 
-from core.config import Config, load
+from core.config import load
 from launcher.launch import Launch
 from launcher.node.specs import REPOSITORY
 from launcher.node.state import Phase, RunError, read_state, write_state
-from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm import snapshot
-from launcher.slurm.job import Job, job_of
 from launcher.slurm.plugin import ComponentsExecutor, SubmissionError
-from launcher.slurm.queue import JobView, write_jobs
-from launcher.slurm.script import sbatch_text
+from launcher.slurm.queue import scancel, write_jobs
+from launcher.slurm.script import script_of
 from launcher.slurm.task import NodeTask
-
-CANCEL_SECS = 60.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +31,6 @@ class Sent:
     job_ids: list[str]
     shape: str
     why: str
-
-
-def script_of(config: Config, plan: Plan, run_dir: RunDir) -> tuple[Job, str]:
-    """What is sent, byte for byte."""
-    job = job_of(config, plan, run_dir, python=sys.executable, code=str(REPOSITORY))
-    return job, sbatch_text(job)
 
 
 class SlurmScheduler:
@@ -86,14 +73,3 @@ class SlurmScheduler:
         state = read_state(run_dir)
         if state is not None and state.job_id is None:
             write_state(run_dir, dataclasses.replace(state, job_id=job_ids[0]))
-
-
-def is_mine(views: dict[str, JobView]) -> bool:
-    users = {seen.user for view in views.values() for seen in view.components if seen.user}
-    return users <= {getpass.getuser()}
-
-
-def scancel(job_ids: list[str]) -> None:
-    """Whole jobs, by their leaders."""
-    if job_ids:
-        subprocess.run(["scancel", *job_ids], timeout=CANCEL_SECS, check=False, capture_output=True)

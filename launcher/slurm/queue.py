@@ -1,10 +1,12 @@
 """Jobs as Slurm sees them: one squeue for all that are asked about, and one sacct for those it has forgotten.
 
-Reads only. Every command has a timeout; a cluster that does not answer is an answer of its own (None), not an error.
+Reads, and cancels whole jobs. Every command has a timeout; a cluster that does not answer is an answer of its own
+(None), not an error.
 """
 
 from __future__ import annotations
 
+import getpass
 import json
 import shutil
 import subprocess
@@ -125,6 +127,17 @@ def jobs_of(run_dir: RunDir) -> list[str]:
         return list(json.loads((run_dir.submitit / "jobs.json").read_text())["jobs"])
     except FileNotFoundError:
         return []
+
+
+def is_mine(views: dict[str, JobView]) -> bool:
+    users = {seen.user for view in views.values() for seen in view.components if seen.user}
+    return users <= {getpass.getuser()}
+
+
+def scancel(job_ids: list[str]) -> None:
+    """Whole jobs, by their leaders."""
+    if job_ids:
+        subprocess.run(["scancel", *job_ids], timeout=COMMAND_SECS, check=False, capture_output=True)
 
 
 class Watch:

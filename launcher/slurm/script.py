@@ -7,11 +7,17 @@ task, once a node). The script itself only starts the steps side by side and wai
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from core.config import Config
 from core.config.slurm import Ask
-from launcher.slurm.job import Component, Job, Size
+from launcher.planning.layout import Plan
+from launcher.run_dir import RunDir
+from launcher.slurm.job import Component, Job, Size, job_of
 
+REPOSITORY = str(Path(__file__).resolve().parents[2])
 AGAIN_STATUS = 85
 """Of a daemon that the cluster stopped, and of launcher.slurm.batch when the run should go on in another attempt."""
 NAMED = (
@@ -21,6 +27,12 @@ LINGER_SECS = 60
 """After the main component's end, how long the others may take."""
 VERDICT_SECS = 150
 """After another component broke off: until then the lead has seen it (45 s), torn down and written why."""
+
+
+def script_of(config: Config, plan: Plan, run_dir: RunDir) -> tuple[Job, str]:
+    """What is sent, byte for byte, by this checkout and interpreter."""
+    job = job_of(config, plan, run_dir, python=sys.executable, code=REPOSITORY)
+    return job, sbatch_text(job)
 
 
 def sbatch_text(job: Job) -> str:
