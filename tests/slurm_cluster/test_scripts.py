@@ -60,7 +60,7 @@ def test_a_template_starts_the_same_daemons(run: Callable[..., Run], tmp_path: P
     small = text.replace("--gres=gpu:8 --cpus-per-task=32 --mem=256G", "--gres=gpu:1 --cpus-per-task=4 --mem=4G")
     script = tmp_path / "grpo_hetjob.sbatch"
     script.write_text(small.replace("CPUS=(32 32)", "CPUS=(4 4)"))
-    words = ["sbatch", "--parsable", f"--chdir={tmp_path}", str(script), "--emulate", *job.words]
+    words = ["sbatch", "--parsable", f"--output={tmp_path}/%j.out", str(script), "--emulate", *job.words]
     environment = {**job.cluster.environment, "PYTHON": command_python()}
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
