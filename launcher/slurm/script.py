@@ -40,18 +40,24 @@ def sbatch_text(job: Job) -> str:
     if job.kind == "hetjob":
         for index, component in enumerate(job.components):
             lines += ["#SBATCH hetjob"] if index else []
-            lines += [f"#SBATCH {word}" for word in _directives(job, component.size, component.ask, leader=index == 0)]
+            lines += [
+                f"#SBATCH {word}"
+                for word in _directives(job, component.size, component.ask, part="" if index == 0 else component.name)
+            ]
     else:
         assert job.whole is not None
-        lines += [f"#SBATCH {word}" for word in _directives(job, job.whole, job.components[0].ask, leader=True)]
+        lines += [f"#SBATCH {word}" for word in _directives(job, job.whole, job.components[0].ask)]
     return "\n".join([*lines, *_body(job)]) + "\n"
 
 
 # --- what is asked for
 
 
-def _directives(job: Job, size: Size, ask: Ask, *, leader: bool) -> Iterator[str]:
-    yield f"--job-name={job.name}"
+def _directives(job: Job, size: Size, ask: Ask, *, part: str = "") -> Iterator[str]:
+    """`part`: the name of a component that is not the leader."""
+    leader = not part
+    # of one name, the components of a chained job would wait for each other (singleton; seen)
+    yield f"--job-name={job.name}{'-' if part else ''}{part}"
     yield from (f"--nodes={size.nodes}", "--ntasks-per-node=1")
     yield from _gpus(size, ask)
     if size.cpus:
