@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from launcher.node.state import read_state
 from tests.slurm.test_script import CASES
 from tests.slurm_cluster.conftest import Run
 from tests.support.runs import ROOT
-from tests.support.slurm_cluster.cluster import Cluster
+from tests.support.slurm_cluster.cluster import Cluster, until
 
 pytestmark = pytest.mark.timeout(240)
 GOLDEN = ROOT / "tests" / "slurm" / "golden"
@@ -65,8 +66,9 @@ def test_a_template_starts_the_same_daemons(run: Callable[..., Run], tmp_path: P
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     try:
+        until(lambda: read_state(job.run_dir), 60, "the job makes its run directory")
         assert job.await_phase("done").attempt == 1
-    except (AssertionError, FileNotFoundError):
+    except AssertionError:
         print("\n".join(path.read_text() for path in tmp_path.glob("*.out")))
         raise
     assert [each["step"] for each in job.steps] == [1, 2]
