@@ -90,6 +90,16 @@ def _make_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _layouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layouts", nargs="+", metavar="DIMS", help="d2 t2 c2 d2t2 …, as in the allocation [all that fit 4 ranks]"
+    )
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of the training set to compute [8]")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, metavar="X", help="largest distance in float32, max|a-b|/max|b| [1e-5]"
+    )
+
+
 def _install(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", choices=("vllm", "sglang"), help="the server that the environment is for")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="[cuda where this machine has a GPU, else cpu]")
@@ -176,6 +186,11 @@ COMMANDS = {
         "Run a trainer step again from its logged batch and the checkpoint before it; compare loss and gradient norm.",
         "replay smoke/trial0 --step 3",
         (_run, _step, _json),
+    ),
+    "verify-parallel": Command(
+        "Compute one step of the model on rows of the data under several layouts, and hold each against one process.",
+        "verify-parallel configs/smoke.yaml --layouts d2 t2 c2 d2t2",
+        (_config, _emulate, _layouts, _json),
     ),
     "install": Command(
         "Make the environment that vLLM or SGLang servers are started with, and print its Python.",

@@ -69,10 +69,6 @@ class Optimizer:
             if names:
                 self._update(names, lr, self.settings.weight_decay if decayed else 0.0)
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     def _update(self, names: list[str], lr: float, weight_decay: float) -> None:
         parameters = [local(self.parameters[name]).detach() for name in names]
         gradients = [local(self.parameters[name].grad) for name in names]  # type: ignore[arg-type]

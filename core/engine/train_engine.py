@@ -97,7 +97,22 @@ class TrainEngine:
         """
         assert self.optimizer is not None, "this engine was built without an optimizer"
         start = time.perf_counter()
-        self.optimizer.zero_grad()
+        value, norm = self.accumulate(micros, loss, between)
+        middle = time.perf_counter()
+        skipped = not (math.isfinite(value) and math.isfinite(norm))
+        if not skipped:
+            limit = self.settings.gradient_clipping
+            if limit > 0 and norm > limit:
+                scale_gradients(self.parameters, limit / norm)
+            self.optimizer.step(lr)
+        self.zero_grad()
+        return Update(value, norm, skipped, middle - start, time.perf_counter() - middle)
+
+    def accumulate(
+        self, micros: Sequence[Micro], loss: Loss, between: Callable[[], None] = lambda: None
+    ) -> tuple[float, float]:
+        """Leaves a minibatch's gradient at the parameters; returns the loss over all ranks and the gradient's norm."""
+        self.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for j, micro in enumerate(micros):
             between()
@@ -114,17 +129,11 @@ class TrainEngine:
         if self.mesh.dp is not None:
             dist.all_reduce(total, group=self.mesh.dp)
         sum_partial_gradients(self.parameters.values(), self.mesh.team.tp)
-        norm = gradient_norm(self.parameters, self.mesh.world)
-        middle = time.perf_counter()
-        value = total.item()
-        skipped = not (math.isfinite(value) and math.isfinite(norm))
-        if not skipped:
-            limit = self.settings.gradient_clipping
-            if limit > 0 and norm > limit:
-                scale_gradients(self.parameters, limit / norm)
-            self.optimizer.step(lr)
-        self.optimizer.zero_grad()
-        return Update(value, norm, skipped, middle - start, time.perf_counter() - middle)
+        return total.item(), gradient_norm(self.parameters, self.mesh.world)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def publish_share(self) -> dict[str, Tensor]:
         """The whole tensors that this rank writes, in the published dtype, on the host; all ranks call it together."""

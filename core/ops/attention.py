@@ -8,9 +8,11 @@ Shapes: T tokens, Q queries, K keys, H heads, d head width, B documents of a bat
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from torch.nn.attention import varlen
 
 # Padding a causal batch costs arithmetic and saves calls: up to this share of the padded tokens may be empty.
 MAX_PADDING = 0.25
+# How the varlen kernel takes fewer key heads: by an argument (2.13), as they are, or repeated by us.
+GROUPED_HEADS = "asked" if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else "repeat"
 
 
 def attention(
@@ -27,12 +31,7 @@ def attention(
     """Softmax attention of every token within its document, scaled by d^-0.5; k and v may have fewer heads."""
     if q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16):
         window = (-1, 0) if causal else (-1, -1)
-        k_THd, v_THd = _repeat_heads(q_THd, k_THd), _repeat_heads(q_THd, v_THd)
-        o_THd = varlen.varlen_attn(
-            q_THd, k_THd, v_THd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window
-        )
-        assert isinstance(o_THd, Tensor)  # a tuple only with return_aux
-        return o_THd
+        return _varlen(q_THd, k_THd, v_THd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window)
     lengths = tuple(torch.diff(cu_seqlens).tolist())
     batches = _batches(lengths, causal)
     if len(batches) == 1 and batches[0].whole:
@@ -51,10 +50,7 @@ def attention_to(
 ) -> Tensor:
     """Causal attention of spans of queries, each to its own span of keys, whose last key is its last query's token."""
     if q_QHd.is_cuda and q_QHd.dtype in (torch.bfloat16, torch.float16):
-        k_KHd, v_KHd = _repeat_heads(q_QHd, k_KHd), _repeat_heads(q_QHd, v_KHd)
-        o_QHd = varlen.varlen_attn(q_QHd, k_KHd, v_KHd, cu_q, cu_k, longest_q, longest_k, window_size=(-1, 0))
-        assert isinstance(o_QHd, Tensor)
-        return o_QHd
+        return _varlen(q_QHd, k_KHd, v_KHd, cu_q, cu_k, longest_q, longest_k, (-1, 0))
     outs = []
     for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_QHd[a:b], k_KHd[c:d], v_KHd[c:d]))
@@ -62,6 +58,27 @@ def attention_to(
         gqa = q.shape[1] != k.shape[1]
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=gqa)[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def _varlen(
+    q_QHd: Tensor,
+    k_KHd: Tensor,
+    v_KHd: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    window: tuple[int, int],
+) -> Tensor:
+    more: dict[str, Any] = {}
+    if k_KHd.shape[1] != q_QHd.shape[1]:
+        if GROUPED_HEADS == "repeat":
+            k_KHd, v_KHd = _repeat_heads(q_QHd, k_KHd), _repeat_heads(q_QHd, v_KHd)
+        elif GROUPED_HEADS == "asked":
+            more = {"enable_gqa": True}
+    o_QHd = varlen.varlen_attn(q_QHd, k_KHd, v_KHd, cu_q, cu_k, longest_q, longest_k, window_size=window, **more)
+    assert isinstance(o_QHd, Tensor)  # a tuple only with return_aux
+    return o_QHd
 
 
 def _dense(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, batch: _Batch, causal: bool) -> Tensor:

@@ -1,0 +1,92 @@
+"""Two GPUs of one host: verify-parallel on a 3B-shaped Qwen2.5-VL in bf16, and tokens/s of dp2 over one GPU.
+
+    python -m bench.two_gpus [--tiny]
+
+Verification: dp2, tp2 and cp2 (both styles) against a float32 reference, each at most 1.25 times as far from it as one
+GPU in bf16. Scaling: the same documents a GPU, full recomputation, forward, backward and the gradient's reduction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.train_step import RULES, actor, documents, random_weights, write_config
+from core.engine.certificate import Work, step
+from core.engine.microbatch import Limits
+from core.parallel.mesh import Degrees
+from launcher.roles.verification.ranks import Layout, Spec, lines, rank_engine, verify
+
+LAYOUTS = (
+    Layout("dp2", Degrees(dp_shard=2)),
+    Layout("tp2", Degrees(tp=2)),
+    Layout("cp2 ulysses", Degrees(cp=2)),
+    Layout("cp2 allgather", Degrees(cp=2), "allgather"),
+)
+
+
+def spec(folder: Path, tiny: bool, count: int, tokens: int, completion: int) -> Spec:
+    found, pixels = documents(count, tokens, images=count, completion=completion)
+    limit = tokens * 4
+    work = Work(found, pixels, RULES, Limits(limit, limit * 4))
+    chosen = actor(checkpointing=True, dtype="float32" if tiny else "bfloat16")
+    return Spec(folder, chosen, work, LAYOUTS, "cpu" if tiny else "cuda", fill=random_weights)
+
+
+def scaling(rank: int, world: int, wanted: Spec, store: str, out: str) -> None:
+    """Seconds of a step on `world` ranks."""
+    layout = Layout("", Degrees(dp_shard=world))
+    engine = rank_engine(wanted, layout, rank, dist.FileStore(store, world))
+    secs = []
+    for _ in range(6):
+        dist.barrier()
+        started = time.perf_counter()
+        step(engine, wanted.work)
+        dist.barrier()
+        secs.append(time.perf_counter() - started)
+    if rank == 0:
+        tokens = sum(len(document.ids) for document in wanted.work.documents)
+        Path(out).write_text(json.dumps({"ranks": world, "tokens_per_s": tokens / statistics.median(secs[2:])}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    asked = parser.parse_args()
+    folder = write_config(Path(tempfile.mkdtemp()), asked.tiny)
+    tokens, count = (340, 4) if asked.tiny else (2048, 8)
+    print(f"torch {torch.__version__}", flush=True)
+    started = time.perf_counter()
+    verdicts = verify(spec(folder, asked.tiny, 4, tokens, tokens // 8))
+    print("\n".join(lines(verdicts)), f"\n{time.perf_counter() - started:.0f} s", flush=True)
+    context = mp.get_context("spawn")
+    speeds = []
+    for world in (1, 2):
+        wanted = spec(folder, asked.tiny, count * world, tokens, tokens // 2)
+        store, out = str(folder / f"store-{world}"), folder / f"scaling-{world}.json"
+        ranks = [context.Process(target=scaling, args=(rank, world, wanted, store, str(out))) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(150)
+            rank.kill()
+        print(out.read_text() if out.exists() else f"{world} ranks: failed", flush=True)
+        speeds += [json.loads(out.read_text())["tokens_per_s"]] if out.exists() else []
+    if len(speeds) == 2:
+        print(f"dp2 over one GPU: {speeds[1] / speeds[0]:.2f}", flush=True)
+    return int(any(verdict.too_far for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

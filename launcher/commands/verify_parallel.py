@@ -1,0 +1,65 @@
+"""verify-parallel: a certificate, on one's own model and rows, that layouts compute what one process computes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from core.config import load
+from core.config.errors import UserError
+from launcher.allocation import AllocationError, Component, parse
+from launcher.emulate import emulate
+from launcher.node.specs import REPOSITORY
+from launcher.planning.devices import visible_gpus
+
+DEFAULT = ("d2", "t2", "c2", "d4", "d2t2", "d2c2", "c2t2")
+
+
+class LayoutError(UserError):
+    """A layout that cannot be verified; the message says why."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    gpus = 0 if arguments.emulate else len(visible_gpus())
+    if arguments.emulate:
+        config, swaps = emulate(config)
+        for line in swaps:
+            print(f"emulate     {line}", file=sys.stderr)
+    wanted = arguments.layouts or [each for each in DEFAULT if not gpus or _ranks(each) <= gpus]
+    too_many = [each for each in wanted if gpus and _ranks(each) > gpus]
+    if too_many or not wanted:
+        raise LayoutError(
+            f"--layouts {' '.join(too_many) or '(none)'}: this machine has {gpus} GPUs; "
+            "choose smaller ones, or add --emulate to verify them on CPU ranks"
+        )
+    with tempfile.TemporaryDirectory(prefix="verify-parallel-") as folder:
+        resolved = Path(folder) / "config.yaml"
+        resolved.write_text(config.dump_yaml())
+        words = [sys.executable, "-P", "-m", "launcher.roles.verify_parallel", str(resolved), "--layouts", *wanted]
+        words += ["--rows", str(arguments.rows), "--tolerance", str(arguments.tolerance)]
+        words += ["--device", "cuda" if gpus else "cpu", *(["--json"] if arguments.json else [])]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+        if not gpus:
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(words, env=environment, check=False).returncode
+
+
+def _ranks(layout: str) -> int:
+    dims = component(layout).dims
+    return dims.d * dims.t * dims.c
+
+
+def component(layout: str) -> Component:
+    """The trainer's dims of one word of --layouts."""
+    try:
+        (found,) = parse(layout).components
+    except (AllocationError, ValueError) as error:
+        raise LayoutError(f"--layouts {layout}: {error}") from error
+    if found.is_inference or found.dims.p > 1 or found.dims.e > 1:
+        raise LayoutError(f"--layouts {layout}: a layout is d, t and c of the trainer, e.g. d2t2")
+    return found
