@@ -5,7 +5,7 @@ VENV   ?= .venv
 PIP_ARGS ?=
 PY := $(VENV)/bin/python
 
-.PHONY: install quickstart quickstart-seeds test full lint clean
+.PHONY: install quickstart quickstart-seeds test full lint chaos soak clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,14 @@ test: $(VENV)/.installed-test
 
 full: $(VENV)/.installed-test
 	$(PY) -m tests.parts --full
+
+# every cell of docs/reliability.md: one process killed, stopped or cut off at each phase
+chaos: $(VENV)/.installed-test
+	$(PY) -m tests.chaos
+
+# two hours with servers killed at random; memory, files, threads and disk must stay flat
+soak: $(VENV)/.installed-test
+	$(PY) -m bench.soak --minutes 120
 
 lint: $(VENV)/.installed-test
 	$(PY) -m tests.parts --only lint

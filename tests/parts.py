@@ -75,6 +75,9 @@ PARTS = (
         root=True,
     ),
     Part("end to end", (pytest_command("tests/e2e"),), 20),
+    Part("reliability", (pytest_command("-n", "2", "tests/reliability", "tests/fuzz"),), 10),
+    Part("security", (pytest_command("tests/security"),), 5),
+    Part("chaos", (pytest_command("tests/chaos"), (sys.executable, "-m", "bench.soak", "--minutes", "3")), 15),
     Part("quickstart", ((sys.executable, "-m", "bench.quickstart", "--check"),), 15),
     Part(
         "quickstart, three seeds",
@@ -97,7 +100,13 @@ PARTS = (
         needs=CLUSTER,
         root=True,
     ),
-    Part("long forms", (pytest_command("-m", "slow", "tests", "--ignore=tests/slurm_cluster"),), 30, full=True),
+    Part("every chaos cell", ((sys.executable, "-m", "tests.chaos"),), 90, full=True),
+    Part(
+        "long forms",
+        (pytest_command("-m", "slow", "tests", "--ignore=tests/slurm_cluster", "--ignore=tests/chaos"),),
+        30,
+        full=True,
+    ),
 )
 
 

@@ -27,6 +27,7 @@ class DataService:
         self._token = token
         self._patience = patience
         self._client: AsyncClient | None = None
+        self._retired: list[AsyncClient] = []
         self._images: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
 
     async def get(self, path: str, **query: Any) -> dict[str, Any]:
@@ -46,20 +47,24 @@ class DataService:
             raise
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        for client in [*self._retired, *([self._client] if self._client is not None else [])]:
+            await client.close()
 
     async def _call(self, call: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
         """Repeats what found nobody: the data service is restarted by its daemon and answers the same again."""
         deadline = time.monotonic() + self._patience
         while True:
+            client: AsyncClient | None = None
             try:
-                return await call(await self._connected())
+                client = await self._connected()
+                return await call(client)
             except RpcError as error:
                 if not error.unreachable or time.monotonic() > deadline:
                     raise
-            await self.close()
-            self._client = None
+            if client is not None and client is self._client:
+                # not closed yet: other calls may still be using it, and must fail as unreachable, too
+                self._retired.append(client)
+                self._client = None
             await asyncio.sleep(_RETRY_SECS)
 
     async def _connected(self) -> AsyncClient:

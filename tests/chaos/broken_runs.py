@@ -21,6 +21,8 @@ STEPS = 3
 DEADLINE = float(os.environ.get("CHAOS_DEADLINE", "5"))
 MOVES = ("time", "secs", "eta_secs", "rss_mb", "restarts", "continuations", "sync_version")
 """Of a metrics record: times, rates, and counts of interruptions."""
+CHECKS = ("parity_",)
+"""Made by every start of the ranks, of whichever batch comes first then."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def still(record: Any) -> Any:
     return {
         key: still(value)
         for key, value in record.items()
-        if key not in MOVES and not key.endswith("_secs") and not key.startswith("tokens_per_s")
+        if key not in MOVES and not key.endswith("_secs") and not key.startswith(("tokens_per_s", *CHECKS))
     }
 
 

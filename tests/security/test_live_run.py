@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,8 +49,6 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
         f"train_dataset.path={root / 'pictures'}", f"valid_dataset.path={root / 'pictures'}",
         "total_train_steps=100000", "total_train_epochs=1000",
     ]  # fmt: skip
-    import subprocess
-
     subprocess.run(command(*words), env=environment(SECRETS), check=True, timeout=60, capture_output=True)
     run_dir = RunDir(root / "runs" / "e" / "living")
     deadline = time.monotonic() + 150
@@ -81,6 +80,7 @@ def ports_of(living: Living) -> dict[int, str]:
 def as_nobody(action: Any) -> Any:
     """Its JSON result, from a process of another uid (of the same one where this is not root: then only the token
     stands between them)."""
+    "localhost".encode("idna")  # the other user cannot read this Python's library: what it needs is loaded before
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -119,17 +119,11 @@ def test_another_user_is_refused_on_every_http_port(living: Living) -> None:
     def probe() -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for port in ports:
+            statuses = found[str(port)] = {}
             for headers in ({}, {"Authorization": "Bearer " + "0" * 64}):
-                for method, paths in ROUTES.items():
-                    for path in paths:
-                        found.setdefault(str(port), {})[f"{method} {path} {len(headers)}"] = ask(
-                            port, method, path, headers
-                        )
-                        if found[str(port)][f"{method} {path} {len(headers)}"] == "not http":
-                            break
-                    else:
-                        continue
-                    break
+                for method, path in ((method, path) for method, paths in ROUTES.items() for path in paths):
+                    if "not http" not in statuses.values():
+                        statuses[f"{method} {path} {len(headers)}"] = ask(port, method, path, headers)
         return found
 
     answers = as_nobody(probe)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import urllib3
 
 from core.config import ConfigError, load_text
 from core.data.images import MAX_SOURCE_BYTES, ImageError, decode_png, load_image
@@ -54,8 +55,6 @@ def test_a_pickle_is_no_request_no_batch_no_picture_and_no_configuration(mark: P
 
     service.post("/take", take)
     url = serve_in_thread(service)
-    import urllib3
-
     reply = urllib3.request("POST", f"{url}/take", body=body, headers={"Authorization": f"Bearer {TOKEN}"})
     assert reply.status == 400
     with pytest.raises(TrajectoryError):
