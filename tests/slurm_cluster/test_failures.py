@@ -62,6 +62,7 @@ def test_preemption_by_a_higher_partition_then_resume_bit_for_bit(run: Start) ->
     assert [record["step"] for record in broken.steps if record["step"] > 0][-1] == 12
     places = trained_places(broken)
     assert sorted(places) == sorted(set(places)) == sorted(trained_places(whole))
+    broken.launcher("audit", str(broken.root)).expect()
     mine, other = (load_file(each) for each in (_weights(broken), _weights(whole)))
     assert mine.keys() == other.keys()
     assert all(mine[name].equal(other[name]) for name in mine)
@@ -83,6 +84,7 @@ def test_a_time_limit_asks_for_one_requeue_and_the_run_goes_on(run: Start) -> No
     attempt, before = job.state.attempt, len(job.steps)
     job.await_step(before + 1, 150)
     job.launcher("cancel", str(job.root)).expect()
+    job.launcher("audit", str(job.root)).expect()
     log = (job.root / "submitit" / f"{leader}.out").read_text()
     assert log.count("is requeued\n") == job.state.attempt - 1 >= attempt - 1 >= 1, log
     numbers = [record["step"] for record in job.steps]
@@ -138,6 +140,7 @@ def test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_resumes(run
     job.launcher("cancel", str(job.root)).expect()
     places = trained_places(job)
     assert sorted(places) == sorted(set(places))
+    job.launcher("audit", str(job.root)).expect()
     assert noticed <= 60, noticed
     job.await_out_of_queue()
     job.nothing_left()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.node.state import read_state
+from core.rpc.client import Client
+from launcher.node.state import read_rendezvous, read_state
 from tests.slurm.test_script import CASES
 from tests.slurm_cluster.conftest import Run
 from tests.support.runs import ROOT
@@ -55,27 +56,51 @@ def test_sbatch_accepts_every_template(cluster: Cluster, template: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_a_template_starts_the_same_daemons(run: Callable[..., Run], tmp_path: Path) -> None:
-    job = run("total_train_steps=2")
-    text = (ROOT / "slurm" / "grpo_hetjob.sbatch").read_text()
-    small = text.replace("--gres=gpu:8 --cpus-per-task=32 --mem=256G", "--gres=gpu:1 --cpus-per-task=4 --mem=4G")
-    script = tmp_path / "grpo_hetjob.sbatch"
-    script.write_text(small.replace("CPUS=(32 32)", "CPUS=(4 4)"))
-    words = ["sbatch", "--parsable", f"--output={tmp_path}/%j.out", str(script), "--emulate", *job.words]
-    environment = {**job.cluster.environment, "PYTHON": command_python()}
+def send(run: Run, template: str, sizes: tuple[tuple[str, str], ...], folder: Path, *overrides: str) -> str:
+    """A template, cut to this cluster, as a user sends it."""
+    text = (ROOT / "slurm" / f"{template}.sbatch").read_text()
+    for old, new in sizes:
+        assert old in text
+        text = text.replace(old, new)
+    script = folder / f"{template}.sbatch"
+    script.write_text(text)
+    words = ["sbatch", "--parsable", f"--output={folder}/%j.out", str(script), "--emulate", *run.words, *overrides]
+    environment = {**run.cluster.environment, "PYTHON": sys.executable}
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     try:
-        until(lambda: read_state(job.run_dir), 60, "the job makes its run directory")
-        assert job.await_phase("done").attempt == 1
+        until(lambda: read_state(run.run_dir), 60, "the job makes its run directory")
     except AssertionError:
-        print("\n".join(path.read_text() for path in tmp_path.glob("*.out")))
+        print("\n".join(path.read_text() for path in folder.glob("*.out")))
         raise
+    return done.stdout.strip().split(";")[0]
+
+
+def test_a_template_starts_the_same_daemons(run: Callable[..., Run], tmp_path: Path) -> None:
+    job = run("total_train_steps=2")
+    small = (("--gres=gpu:8 --cpus-per-task=32 --mem=256G", "--gres=gpu:1 --cpus-per-task=4 --mem=4G"),)
+    send(job, "grpo_hetjob", (*small, ("CPUS=(32 32)", "CPUS=(4 4)")), tmp_path)
+    assert job.await_phase("done").attempt == 1
     assert [each["step"] for each in job.steps] == [1, 2]
     assert job.status()["verdict"] == "done"
     job.await_out_of_queue()
     job.nothing_left()
 
 
-def command_python() -> str:
-    return sys.executable
+def test_servers_alone_on_several_nodes(run: Callable[..., Run], tmp_path: Path) -> None:
+    job = run()
+    sizes = (
+        ("--gres=gpu:8 --cpus-per-task=64 --mem=512G", "--gres=gpu:1 --cpus-per-task=4 --mem=4G"),
+        ("CPUS=(64)", "CPUS=(4)"),
+        ("--gres=gpu:8 --mem=512G", "--gres=gpu:1 --mem=4G"),
+    )
+    leader = send(job, "serve", sizes, tmp_path, "allocation_mode=embedded:d2")
+    rendezvous = until(lambda: read_rendezvous(job.run_dir, 1), 60, "the lead daemon")
+    client = Client(rendezvous.daemon, job.run_dir.read_token(), timeout=20)
+    up = lambda: [each for each in client.get("/registry")["servers"] if each["state"] == "up"]  # noqa: E731
+    until(lambda: len(up()) == 2, 90, "both servers are up", poll=0.5)
+    assert len({each["url"].split(":")[1] for each in up()}) == 2, "an address of its own on each node"
+    assert leader in job.launcher("status", str(job.root)).expect().out
+    assert "cancelled" in job.launcher("cancel", str(job.root)).expect().out
+    job.await_out_of_queue()
+    job.nothing_left()
