@@ -22,6 +22,7 @@ from launcher.node.state import Phase, State, beat, processes_lock, read_state, 
 from launcher.plan import Plan, settle
 from launcher.planning.devices import require_gpus
 from launcher.run_dir import RunDir, run_dir_of
+from launcher.slurm.queue import forget_jobs
 
 ENDING_SECS = 25.0
 
@@ -157,6 +158,7 @@ def _write(run_dir: RunDir, config: Config, plan: Plan, state: State) -> Launch:
     write_atomic(run_dir.config, text)
     write_atomic(logs / "config.yaml", text)
     write_atomic(run_dir.plan, plan.to_json())
+    forget_jobs(run_dir)
     write_state(run_dir, state)
     beat(run_dir)
     return Launch(run_dir, plan, state.attempt)

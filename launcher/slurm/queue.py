@@ -122,6 +122,11 @@ def write_jobs(run_dir: RunDir, job_ids: list[str]) -> None:
     write_atomic(run_dir.submitit / "jobs.json", json.dumps({"jobs": job_ids}))
 
 
+def forget_jobs(run_dir: RunDir) -> None:
+    """Those of an earlier attempt, which is over."""
+    (run_dir.submitit / "jobs.json").unlink(missing_ok=True)
+
+
 def jobs_of(run_dir: RunDir) -> list[str]:
     try:
         return list(json.loads((run_dir.submitit / "jobs.json").read_text())["jobs"])
