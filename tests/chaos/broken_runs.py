@@ -98,10 +98,10 @@ def break_and_mend(place: Place, cell: Cell) -> Path:
     return run
 
 
-def outcome(run: Path) -> dict[str, Any]:
+def outcome(run: Path, last: int = STEPS) -> dict[str, Any]:
     """What may not depend on what happened on the way: weights, trained samples in order, metrics but times."""
     weights = hashlib.sha256()
-    for path in sorted((run / "hub" / f"step-{STEPS}").glob("*.safetensors")):
+    for path in sorted((run / "hub" / f"step-{last}").glob("*.safetensors")):
         weights.update(path.read_bytes())
     records = lines(run / "metrics.jsonl")
     return {
