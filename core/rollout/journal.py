@@ -6,6 +6,7 @@ collector's business. Only the service writes them, from one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -48,6 +49,9 @@ class Journal:
                 torn.unlink(missing_ok=True)
         self._indexed = {(int(line["batch"]), str(line["group_id"])) for line in read_lines(self.index)}
         self.void_places = {(int(line["epoch"]), int(line["position"])) for line in read_lines(self.void)}
+        for step in self.steps():
+            with contextlib.suppress(JournalError):  # start_behind finds those that cannot be read
+                self._images_of[step] = set(self.header(step).get("images", ()))
 
     def start_behind(self, step: int) -> int:
         """The last batch that goes on from the trainer's `step` without a gap and can be read.
@@ -70,7 +74,7 @@ class Journal:
         lines = len(read_lines(self.index))
         append_line(self.starts, {"time": time.time(), "step": step, "behind": formed, "index_lines": lines})
         self._indexed = {(batch, group) for batch, group in self._indexed if batch <= formed}
-        self._images_of = {each: set(self.header(each).get("images", ())) for each in self.steps()}
+        self._images_of = {each: images for each, images in self._images_of.items() if each <= formed}
         return formed
 
     @property
