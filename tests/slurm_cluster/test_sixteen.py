@@ -47,7 +47,7 @@ def plan_of_sixteen() -> Plan:
     return Plan("sixteen", "cpu", True, [], [], partitions, BatchPlan(1, 1, 1, 1, 1, 1, 1, 1), [], 0, [], [], {})
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_sixteen_daemons_start_beat_and_are_torn_down(spaces: Namespaces, tmp_path: Path) -> None:
     place = (f"cluster.fileroot={tmp_path}", "trial_name=sixteen", "recover.mode=disabled")
     launch = begin(load(ROOT / "configs" / "smoke.yaml", place), plan_of_sixteen())
@@ -70,11 +70,11 @@ def test_sixteen_daemons_start_beat_and_are_torn_down(spaces: Namespaces, tmp_pa
         rendezvous = until(lambda: read_rendezvous(run_dir, 1), 60, "the lead daemon")
         client = Client(rendezvous.daemon, run_dir.read_token(), timeout=20)
         beating = lambda: [each for each in client.get("/registry")["daemons"] if each["beat_age"] < 10]  # noqa: E731
-        until(lambda: len(beating()) == DAEMONS, 100, "every daemon beats", poll=0.3)
+        until(lambda: len(beating()) == DAEMONS, 250, "every daemon beats", poll=0.3)
         up = time.monotonic() - began
         client.post("/stop", {})
         for process in daemons:
-            process.wait(40)
+            process.wait(90)
         took = time.monotonic() - began
     finally:
         for process in daemons:
