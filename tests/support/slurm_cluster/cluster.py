@@ -73,7 +73,7 @@ class Cluster:
         self._spawn(["slurmctld"])
         for index in range(1, self.shape.nodes + 1):
             self.start_node(index)
-        until(self._all_idle, 30, "every node idle")
+        until(self._all_idle, 90, "every node idle")
         return self
 
     def _take_this_machine(self) -> None:
