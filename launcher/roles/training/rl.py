@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from core.rpc.errors import RpcError
 from launcher.roles.training.evaluating import Evaluations
 from launcher.roles.training.metrics import Record
 from launcher.roles.training.parity import Gate
@@ -26,6 +27,10 @@ FINAL_EVALUATION_SECS = 1800.0
 
 class DivergedError(Exception):
     """Loss or gradient was not finite several steps in a row."""
+
+
+class RolloutStoppedError(Exception):
+    """The rollout service says that it cannot go on; the last step is saved by then."""
 
 
 class RLLoop:
@@ -138,12 +143,16 @@ class RLLoop:
             self.session.stop.check()
             reply, packed = None, None
             if self.session.is_first:
-                path = f"/batches/{step}"
-                reply = self.session.services.get("rollout", path, timeout=WAIT_SECS + 30.0, wait=WAIT_SECS)
-                if reply["ready"]:
-                    packed = {"end": True} if reply["end"] else make_index(reply, self.session)
-                self.evaluations.collect()
+                try:
+                    reply = self._ask_batch(step)
+                    if reply["ready"]:
+                        packed = {"end": True} if reply["end"] else make_index(reply, self.session)
+                    self.evaluations.collect()
+                except RpcError as error:
+                    packed = {"stopped": error.message}
             packed = self.session.exchange.broadcast(packed)
+            if packed is not None and "stopped" in packed:
+                self._stop_for_good(packed["stopped"])
             if packed is not None:
                 if packed.get("end"):
                     break
@@ -151,6 +160,17 @@ class RLLoop:
                     self.has_images = self.has_images or any(row["images"] for row in reply["samples"])
                 return read_index(packed), reply["stats"] if reply is not None else {}
         return None, {}
+
+    def _ask_batch(self, step: int) -> dict[str, Any]:
+        return self.session.services.get("rollout", f"/batches/{step}", timeout=WAIT_SECS + 30.0, wait=WAIT_SECS)
+
+    def _stop_for_good(self, message: str) -> None:
+        """Collective: rollouts have stopped (no server left, a failure budget used up): nothing trained is lost."""
+        self.recovery.wait()
+        if self.recovery.enabled and self.recovery.saved_step != self.progress.step:
+            self.recovery.save(self.progress)
+            self.recovery.wait()
+        raise RolloutStoppedError(message)
 
     def _moved(self) -> None:
         self.whole = False
