@@ -35,7 +35,7 @@ def shared() -> Iterator[Path]:
         root = Path(name)
         root.chmod(0o755)
         words = command("make-model", str(root / "tiny"), "--pictures", str(root / "pictures"))
-        subprocess.run(words, env=environment(), cwd=root, check=True, timeout=120, capture_output=True)
+        subprocess.run(words, env=environment(), cwd=root, check=True, timeout=300, capture_output=True)
         yield root
 
 
