@@ -30,7 +30,6 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from core.engine.documents import Document, TokenRules, pack_documents
-from core.ops import attention
 from core.ops.packed import PackedBatch
 from core.parallel.mesh import Degrees, build_mesh, join
 from models.archon.qwen2.infra.parallelize import parallelize
@@ -128,9 +127,9 @@ def documents(
 RULES = TokenRules(IMAGE, VIDEO, 2, 2.0)
 
 
-def actor(*, checkpointing: bool, dtype: str = "bfloat16") -> SimpleNamespace:
+def actor(*, checkpointing: bool, dtype: str = "bfloat16", compiled: bool = True) -> SimpleNamespace:
     archon = SimpleNamespace(
-        ac_mode="full", selective_ac_option="op", reshard_after_forward_policy="default", enable_compile=True
+        ac_mode="full", selective_ac_option="op", reshard_after_forward_policy="default", enable_compile=compiled
     )
     return SimpleNamespace(
         freeze_vision=False,
@@ -244,28 +243,6 @@ def measure(
     return row
 
 
-def native_grouped_heads(device: torch.device) -> bool:
-    """Whether the varlen kernel takes fewer key heads as they are, forward and backward."""
-    if device.type != "cuda" or attention.GROUPED_HEADS != "repeat":
-        return False
-    shapes = [(96, 8, 64), (96, 2, 64), (96, 2, 64)]
-    cu = torch.tensor([0, 40, 96], device=device, dtype=torch.int32)
-    results = []
-    for way in ("repeat", "native"):
-        attention.GROUPED_HEADS = way
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes)
-        try:
-            attention.attention(q, k, v, cu, 56, causal=True).float().square().sum().backward()
-            results.append([q.grad, k.grad, v.grad])
-        except Exception as error:
-            print(f"grouped heads as they are: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            break
-    fine = len(results) == 2 and all(torch.allclose(a, b, rtol=3e-2, atol=3e-2) for a, b in zip(*results, strict=True))
-    attention.GROUPED_HEADS = "native" if fine else "repeat"
-    return fine
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--documents", type=int, default=8)
@@ -277,7 +254,7 @@ def main() -> None:
     device = torch.device("cpu" if asked.tiny else "cuda", None if asked.tiny else 0)
     folder = write_config(Path(tempfile.mkdtemp()), asked.tiny)
     join(dist.HashStore(), rank=0, world=1, device=device, timeout=120)
-    print(f"torch {torch.__version__}; grouped heads as they are: {native_grouped_heads(device)}", flush=True)
+    print(f"torch {torch.__version__}", flush=True)
     count, tokens = asked.documents, asked.documents * asked.tokens
 
     def batch(images: int) -> PackedBatch:

@@ -21,8 +21,8 @@ from torch.nn.attention import varlen
 
 # Padding a causal batch costs arithmetic and saves calls: up to this share of the padded tokens may be empty.
 MAX_PADDING = 0.25
-# How the varlen kernel takes fewer key heads: by an argument (2.13), as they are, or repeated by us.
-GROUPED_HEADS = "asked" if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else "repeat"
+# The varlen kernel takes fewer key heads by an argument (2.13) or as they are (2.11: seen right in both directions).
+_ASKS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def attention(
@@ -70,12 +70,7 @@ def _varlen(
     longest_k: int,
     window: tuple[int, int],
 ) -> Tensor:
-    more: dict[str, Any] = {}
-    if k_KHd.shape[1] != q_QHd.shape[1]:
-        if GROUPED_HEADS == "repeat":
-            k_KHd, v_KHd = _repeat_heads(q_QHd, k_KHd), _repeat_heads(q_QHd, v_KHd)
-        elif GROUPED_HEADS == "asked":
-            more = {"enable_gqa": True}
+    more: dict[str, Any] = {"enable_gqa": True} if _ASKS and k_KHd.shape[1] != q_QHd.shape[1] else {}
     o_QHd = varlen.varlen_attn(q_QHd, k_KHd, v_KHd, cu_q, cu_k, longest_q, longest_k, window_size=window, **more)
     assert isinstance(o_QHd, Tensor)  # a tuple only with return_aux
     return o_QHd
@@ -86,11 +81,6 @@ def _dense(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, batch: _Batch, causal: b
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q_THd, k_THd, v_THd))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa).transpose(1, 2).flatten(0, 1)
-
-
-def _repeat_heads(q_THd: Tensor, x_THd: Tensor) -> Tensor:
-    groups = q_THd.shape[1] // x_THd.shape[1]
-    return x_THd if groups == 1 else x_THd.repeat_interleave(groups, dim=1)
 
 
 @dataclass(frozen=True)

@@ -37,37 +37,42 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 def copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The same values on every rank of the group; their gradients add up."""
-    return x if group_size(group) == 1 else _Copy.apply(x, group)
+    return x if group_size(group) == 1 else _apply(_Copy, x, group)
 
 
 def reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum of every rank's partial values."""
-    return x if group_size(group) == 1 else _Reduce.apply(x, group)
+    return x if group_size(group) == 1 else _apply(_Reduce, x, group)
 
 
 def gather(x: Tensor, group: ProcessGroup | None, dim: int = -1) -> Tensor:
     """Slices of all ranks side by side along `dim`, used in the same way by every rank."""
-    return x if group_size(group) == 1 else _Gather.apply(x, group, dim)
+    return x if group_size(group) == 1 else _apply(_Gather, x, group, dim)
 
 
 def scatter(x: Tensor, group: ProcessGroup | None, dim: int = -1) -> Tensor:
     """This rank's slice along `dim` of values that every rank holds."""
-    return x if group_size(group) == 1 else _Scatter.apply(x, group, dim)
+    return x if group_size(group) == 1 else _apply(_Scatter, x, group, dim)
 
 
 def gather_sum(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
     """Slices of all ranks side by side, used differently by each rank: their gradients add up."""
-    return x if group_size(group) == 1 else _GatherSum.apply(x, group, dim)
+    return x if group_size(group) == 1 else _apply(_GatherSum, x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum of every rank's partial values."""
-    return x if group_size(group) == 1 else _ReduceScatter.apply(x, group, dim)
+    return x if group_size(group) == 1 else _apply(_ReduceScatter, x, group, dim)
 
 
 def swap(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Row r of the first dim goes to rank r of the group; row r of the result came from it."""
-    return x if group_size(group) == 1 else _Swap.apply(x, group)
+    return x if group_size(group) == 1 else _apply(_Swap, x, group)
+
+
+@torch.compiler.disable  # a compiled block is cut here
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    return function.apply(*arguments)
 
 
 class _Copy(torch.autograd.Function):

@@ -118,12 +118,16 @@ class Stream:
         if self.split is None:
             q_THd, k_THd, v_THd = (x[: self.tokens] for x in (q_NHd, k_NHd, v_NHd))
             return self._pad(attention(q_THd, k_THd, v_THd, cu_seqlens, longest, causal=True))
+        return self._attend_across(self.split, q_NHd, k_NHd, v_NHd)
+
+    @torch.compiler.disable  # communicates, and computes where on the host
+    def _attend_across(self, split: Split, q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor) -> Tensor:
         if self.style == "allgather":
-            return self._gathering(self.split, q_NHd, k_NHd, v_NHd)
+            return self._gathering(split, q_NHd, k_NHd, v_NHd)
         heads = q_NHd.shape[1]
-        q_THd, k_THd, v_THd = self._by_heads(self.split, q_NHd, k_NHd, v_NHd)
-        o_THd = attention(q_THd, k_THd, v_THd, cu_seqlens, longest, causal=True)
-        o_CNHd = torch.stack([o_THd.index_select(0, self._padded(own).to(o_THd.device)) for own in self.split.tokens])
+        q_THd, k_THd, v_THd = self._by_heads(split, q_NHd, k_NHd, v_NHd)
+        o_THd = attention(q_THd, k_THd, v_THd, self.packed.cu_seqlens, self.packed.max_seqlen, causal=True)
+        o_CNHd = torch.stack([o_THd.index_select(0, self._padded(own).to(o_THd.device)) for own in split.tokens])
         o_NCHd = collectives.swap(o_CNHd, self.team.cp).transpose(0, 1)
         return o_NCHd.reshape(self.rows, heads, -1)
 

@@ -135,7 +135,8 @@ class _Rank:
     def verdicts(self) -> list[Verdict]:
         found: list[Verdict] = []
         one = Layout("one process", Degrees())
-        exact = replace(self.spec, actor=_with(self.spec.actor, dtype="float32")) if self.half else self.spec
+        plain = _with(self.spec.actor, archon=_with(self.spec.actor.archon, enable_compile=False))
+        exact = replace(self.spec, actor=_with(plain, dtype="float32" if self.half else plain.dtype))
         self._layout(exact, one, None, keep=True)
         yardstick = None
         if self.half:
@@ -191,8 +192,8 @@ def rank_engine(spec: Spec, layout: Layout, rank: int, store: dist.Store) -> Tra
     return TrainEngine(model, mesh, None, compute_dtype=compute)
 
 
-def _with(actor: SimpleNamespace, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**vars(actor), **changes})
+def _with(section: SimpleNamespace, **changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(section), **changes})
 
 
 def lines(verdicts: list[Verdict]) -> Iterator[str]:
