@@ -36,9 +36,6 @@ __all__ = [
     "settle",
 ]
 
-# servers that this version starts; the others are planned and marked
-_SERVERS_BUILT = ("embedded", "vllm", "sglang")
-
 
 def plan(
     config: Config,
@@ -72,7 +69,7 @@ def plan(
         batch=judged.batch,
         memory=judged.memory,
         disk_bytes=disk_bytes(config, known, judged.batch.samples),
-        not_built=[*not_built(config), *_servers_not_built(judged.partitions)],
+        not_built=not_built(config),
         notes=judged.notes,
         model={"name": known.shape.name, "params": known.shape.params, "source": known.shape.source},
         shape=judged.shape.kind,
@@ -112,11 +109,3 @@ def with_local_paths(config: Config) -> Config:
 
 def run_id(config: Config) -> str:
     return re.sub(r"[^a-z0-9.-]+", "-", f"{config.experiment_name}-{config.trial_name}".lower()).strip("-.")
-
-
-def _servers_not_built(partitions: list[Partition]) -> list[str]:
-    return [
-        f"allocation_mode: starting {each.backend} servers is known but not built yet; embedded is, and --emulate"
-        for each in partitions
-        if each.name == "inference" and each.backend not in _SERVERS_BUILT
-    ]

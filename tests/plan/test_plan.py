@@ -44,7 +44,7 @@ def test_the_recipe(recipe: Recipe) -> None:
     assert (batch.groups, batch.samples, batch.samples_per_rank, batch.micro_batches_per_rank) == (32, 128, 32, 16)
     assert planned.run_id == "geometry3k-grpo-trial0" and planned.device == "cuda"
     assert any("carried" in line for line in planned.warnings)
-    assert any("vllm" in line for line in planned.not_built)
+    assert planned.not_built == []
     assert Plan.from_json(planned.to_json()) == planned
 
 
@@ -255,7 +255,7 @@ def test_settle_refuses_what_is_not_built(recipe: Recipe) -> None:
     with pytest.raises(PlanError) as caught:
         settle(recipe("allocation_mode=sglang:d4+d4", "scheduler.type=ray", "actor.use_lora=true"), emulated=False)
     said = str(caught.value)
-    assert "sglang servers" in said and "scheduler.type" in said and "actor.use_lora" in said
+    assert "scheduler.type" in said and "actor.use_lora" in said
 
 
 small = st.sampled_from([1, 1, 1, 2, 3, 4])
