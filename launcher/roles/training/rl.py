@@ -144,7 +144,8 @@ class RLLoop:
             reply, packed = None, None
             if self.session.is_first:
                 try:
-                    reply = self._ask_batch(step)
+                    path = f"/batches/{step}"
+                    reply = self.session.services.get("rollout", path, timeout=WAIT_SECS + 30.0, wait=WAIT_SECS)
                     if reply["ready"]:
                         packed = {"end": True} if reply["end"] else make_index(reply, self.session)
                     self.evaluations.collect()
@@ -160,9 +161,6 @@ class RLLoop:
                     self.has_images = self.has_images or any(row["images"] for row in reply["samples"])
                 return read_index(packed), reply["stats"] if reply is not None else {}
         return None, {}
-
-    def _ask_batch(self, step: int) -> dict[str, Any]:
-        return self.session.services.get("rollout", f"/batches/{step}", timeout=WAIT_SECS + 30.0, wait=WAIT_SECS)
 
     def _stop_for_good(self, message: str) -> None:
         """Collective: rollouts have stopped (no server left, a failure budget used up): nothing trained is lost."""
