@@ -31,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         for line in swaps:
             print(f"emulate     {line}", file=sys.stderr)
     wanted = arguments.layouts or [each for each in DEFAULT if not gpus or _ranks(each) <= gpus]
-    too_many = [each for each in wanted if gpus and _ranks(each) > gpus]
+    ranks = {each: _ranks(each) for each in wanted}  # refuses what is no layout of a trainer
+    too_many = [each for each in wanted if gpus and ranks[each] > gpus]
     if too_many or not wanted:
         raise LayoutError(
             f"--layouts {' '.join(too_many) or '(none)'}: this machine has {gpus} GPUs; "

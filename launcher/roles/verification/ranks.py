@@ -9,9 +9,11 @@ layout may be at most FARTHER times as far from it as one process in half precis
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing as mp
+import os
 import tempfile
 import time
 import traceback
@@ -83,7 +85,8 @@ def verify(spec: Spec) -> list[Verdict]:
             if failed := [i for i, rank in enumerate(ranks) if rank.exitcode not in (None, 0)]:
                 time.sleep(1.0)  # the others' reasons may be the better ones
                 texts = [path.read_text() for path in sorted(folder.glob("error-*"))]
-                raise VerificationError("\n".join(texts) or f"rank {failed[0]} died")
+                died = [f"rank {i} ended with {ranks[i].exitcode}" for i in failed]
+                raise VerificationError("\n".join([*texts, *died]))
             ranks[0].join(0.2)
         if failed := [i for i, rank in enumerate(ranks) if rank.exitcode]:
             raise VerificationError("\n".join(path.read_text() for path in sorted(folder.glob("error-*"))))
@@ -119,7 +122,7 @@ def _run(spec: Spec, rank: int, folder: str) -> None:
             Path(folder, "verdicts.json").write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
     except BaseException:
         Path(folder, f"error-{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
-        raise
+        os._exit(1)  # leaving a broken group in order would wait for the others
 
 
 class _Rank:
@@ -154,21 +157,26 @@ class _Rank:
         if self.rank >= layout.degrees.world:
             return None
         store = dist.FileStore(str(self.folder / f"store-{self.groups}"), layout.degrees.world)
-        try:
-            engine = rank_engine(spec, layout, self.rank, store)
-            started = time.perf_counter()
-            seen = step(engine, spec.work)
-            secs = time.perf_counter() - started
-            if keep:
-                self.seen = seen
-                self.gradients = {name: tensor.clone() for name, tensor in gradients(engine)}
-                return None
-            found = compare(seen, self.seen or seen, gradients(engine), self.gradients)
-            return Verdict(layout.name, found, secs, judge(spec, found, yardstick)) if self.rank == 0 else None
-        finally:
-            dist.destroy_process_group()
-            if self.spec.device == "cuda":
-                torch.cuda.empty_cache()
+        verdict = self._judged(rank_engine(spec, layout, self.rank, store), spec, layout, yardstick, keep=keep)
+        dist.destroy_process_group()
+        # NCCL takes memory of its own for the next layout, which torch must have given back
+        gc.collect()
+        if spec.device == "cuda":
+            torch.cuda.empty_cache()
+        return verdict
+
+    def _judged(
+        self, engine: TrainEngine, spec: Spec, layout: Layout, yardstick: Distances | None, *, keep: bool
+    ) -> Verdict | None:
+        started = time.perf_counter()
+        seen = step(engine, spec.work)
+        secs = time.perf_counter() - started
+        if keep:
+            self.seen = seen
+            self.gradients = {name: tensor.clone() for name, tensor in gradients(engine)}
+            return None
+        found = compare(seen, self.seen or seen, gradients(engine), self.gradients)
+        return Verdict(layout.name, found, secs, judge(spec, found, yardstick)) if self.rank == 0 else None
 
 
 def rank_engine(spec: Spec, layout: Layout, rank: int, store: dist.Store) -> TrainEngine:
