@@ -84,7 +84,6 @@ def test_a_time_limit_asks_for_one_requeue_and_the_run_goes_on(run: Start) -> No
     attempt, before = job.state.attempt, len(job.steps)
     job.await_step(before + 1, 150)
     job.launcher("cancel", str(job.root)).expect()
-    job.launcher("audit", str(job.root)).expect()
     log = (job.root / "submitit" / f"{leader}.out").read_text()
     assert log.count("is requeued\n") == job.state.attempt - 1 >= attempt - 1 >= 1, log
     numbers = [record["step"] for record in job.steps]
@@ -140,7 +139,6 @@ def test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_resumes(run
     job.launcher("cancel", str(job.root)).expect()
     places = trained_places(job)
     assert sorted(places) == sorted(set(places))
-    job.launcher("audit", str(job.root)).expect()
     assert noticed <= 60, noticed
     job.await_out_of_queue()
     job.nothing_left()

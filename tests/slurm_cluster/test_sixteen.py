@@ -47,6 +47,7 @@ def plan_of_sixteen() -> Plan:
     return Plan("sixteen", "cpu", True, [], [], partitions, BatchPlan(1, 1, 1, 1, 1, 1, 1, 1), [], 0, [], [], {})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sixteen_daemons_start_beat_and_are_torn_down(spaces: Namespaces, tmp_path: Path) -> None:
     place = (f"cluster.fileroot={tmp_path}", "trial_name=sixteen", "recover.mode=disabled")
@@ -67,7 +68,7 @@ def test_sixteen_daemons_start_beat_and_are_torn_down(spaces: Namespaces, tmp_pa
         log = run_dir.log(1, partition, int(node), "daemon").open("ab")
         daemons.append(subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=log, stderr=log))
     try:
-        rendezvous = until(lambda: read_rendezvous(run_dir, 1), 60, "the lead daemon")
+        rendezvous = until(lambda: read_rendezvous(run_dir, 1), 200, "the lead daemon")
         client = Client(rendezvous.daemon, run_dir.read_token(), timeout=20)
         beating = lambda: [each for each in client.get("/registry")["daemons"] if each["beat_age"] < 10]  # noqa: E731
         until(lambda: len(beating()) == DAEMONS, 250, "every daemon beats", poll=0.3)
