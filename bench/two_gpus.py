@@ -53,7 +53,7 @@ def certify(name: str, wanted: Spec) -> bool:
     try:
         verdicts = verify(wanted)
     except VerificationError as error:
-        print(f"{name}: {str(error)[-3000:]}", flush=True)
+        print(f"{name}: {str(error)[:6000]}", flush=True)
         return True
     print(f"{name}, {time.perf_counter() - started:.0f} s", *lines(verdicts), sep="\n", flush=True)
     return any(verdict.too_far for verdict in verdicts)

@@ -1,4 +1,4 @@
-"""Ranks that compute one step under every layout in turn, and hold each against one process.
+"""Ranks that compute one step under a layout, and hold it against one process; layout after layout.
 
 Owns the processes and what counts as too far; what is compared is core.engine.certificate. Needs no configuration
 schema, so that a bench can use it as it is.
@@ -9,7 +9,6 @@ layout may be at most FARTHER times as far from it as one process in half precis
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import multiprocessing as mp
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from core.engine.certificate import Distances, Seen, Work, compare, gradients, step
 from core.engine.train_engine import TrainEngine
@@ -72,30 +70,73 @@ class Verdict:
 
 
 def verify(spec: Spec) -> list[Verdict]:
-    """Runs every layout; raises VerificationError where one cannot be computed."""
-    folder = Path(tempfile.mkdtemp(prefix="verify-"))
+    """Runs every layout in ranks of its own; raises VerificationError where one cannot be computed.
+
+    Ranks are not used twice: NCCL failed to split a group in a process that had had one before (seen, torch 2.11).
+    """
+    with tempfile.TemporaryDirectory(prefix="verify-") as directory:
+        folder = Path(directory)
+        one = Layout("one process", Degrees())
+        half = getattr(torch, spec.actor.dtype).itemsize < 4
+        plain = _with(spec.actor, archon=_with(spec.actor.archon, enable_compile=False))
+        exact = replace(spec, actor=_with(plain, dtype="float32" if half else plain.dtype))
+        _compute(_Job(exact, one, folder, 0, keep=True))
+        layouts = [*([replace(one, name=f"one process, {spec.actor.dtype}")] if half else []), *spec.layouts]
+        found: list[Verdict] = []
+        for number, layout in enumerate(layouts, start=1):
+            distances, secs = _compute(_Job(spec, layout, folder, number))
+            yardstick = found[0].distances if found and half else None
+            far = () if half and not found else judge(spec, distances, yardstick)
+            found.append(Verdict(layout.name, distances, secs, far))
+        return found
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One layout to compute; `keep`: it is the reference, which the others are held against."""
+
+    spec: Spec
+    layout: Layout
+    folder: Path
+    number: int
+    keep: bool = False
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / "reference.pt"
+
+    @property
+    def result(self) -> Path:
+        return self.folder / f"result-{self.number}.json"
+
+    def error(self, rank: int) -> Path:
+        return self.folder / f"error-{self.number}-{rank}"
+
+
+def _compute(job: _Job) -> tuple[Distances, float]:
+    """Distances of a layout from the reference (all zero for the reference itself), and the seconds of its step."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    count = max(layout.degrees.world for layout in spec.layouts)
-    ranks = [context.Process(target=_run, args=(spec, rank, str(folder))) for rank in range(count)]
-    for rank in ranks:
-        rank.start()
+    ranks = [context.Process(target=_run, args=(job, rank)) for rank in range(job.layout.degrees.world)]
+    for process in ranks:
+        process.start()
     try:
-        while any(rank.is_alive() for rank in ranks):
-            if failed := [i for i, rank in enumerate(ranks) if rank.exitcode not in (None, 0)]:
+        while any(process.is_alive() for process in ranks):
+            if any(process.exitcode for process in ranks):
                 time.sleep(1.0)  # the others' reasons may be the better ones
-                texts = [path.read_text() for path in sorted(folder.glob("error-*"))]
-                died = [f"rank {i} ended with {ranks[i].exitcode}" for i in failed]
-                raise VerificationError("\n".join([*texts, *died]))
+                break
             ranks[0].join(0.2)
-        if failed := [i for i, rank in enumerate(ranks) if rank.exitcode]:
-            raise VerificationError("\n".join(path.read_text() for path in sorted(folder.glob("error-*"))))
+        failed = [i for i, process in enumerate(ranks) if process.exitcode]
+        if failed:
+            texts = [job.error(i).read_text() for i in range(len(ranks)) if job.error(i).exists()]
+            died = [f"{job.layout.name}: rank {i} ended with {ranks[i].exitcode}" for i in failed]
+            raise VerificationError("\n".join([*texts, *died]))
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    rows = json.loads((folder / "verdicts.json").read_text())
-    return [Verdict(row["layout"], Distances(**row["distances"]), row["secs"], tuple(row["too_far"])) for row in rows]
+        for process in ranks:
+            process.kill()
+            process.join()
+    row = json.loads(job.result.read_text())
+    return Distances(**row["distances"]), row["secs"]
 
 
 def judge(spec: Spec, found: Distances, yardstick: Distances | None) -> tuple[str, ...]:
@@ -112,71 +153,35 @@ def judge(spec: Spec, found: Distances, yardstick: Distances | None) -> tuple[st
     )
 
 
-def _run(spec: Spec, rank: int, folder: str) -> None:
+def _run(job: _Job, rank: int) -> None:
     # gathering a gradient that is cut twice takes two steps, and says so on every rank
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         torch.set_num_threads(1)
-        verdicts = _Rank(spec, rank, Path(folder)).verdicts()
+        store = dist.FileStore(str(job.folder / f"store-{job.number}"), job.layout.degrees.world)
+        engine = rank_engine(job.spec, job.layout, rank, store)
+        started = time.perf_counter()
+        seen = step(engine, job.spec.work)
+        secs = time.perf_counter() - started
+        distances = _kept(job, engine, seen) if job.keep else _compared(job, engine, seen, rank)
         if rank == 0:
-            Path(folder, "verdicts.json").write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
+            job.result.write_text(json.dumps({"distances": asdict(distances), "secs": secs}))
+        dist.barrier()
+        dist.destroy_process_group()
     except BaseException:
-        Path(folder, f"error-{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
+        job.error(rank).write_text(f"{job.layout.name}: rank {rank}: {traceback.format_exc()}")
         os._exit(1)  # leaving a broken group in order would wait for the others
 
 
-class _Rank:
-    """One rank over all layouts; rank 0 keeps the reference."""
+def _kept(job: _Job, engine: TrainEngine, seen: Seen) -> Distances:
+    torch.save({"seen": asdict(seen), "gradients": {k: v.cpu() for k, v in gradients(engine)}}, job.reference)
+    return Distances(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def __init__(self, spec: Spec, rank: int, folder: Path) -> None:
-        self.spec, self.rank, self.folder = spec, rank, folder
-        self.half = getattr(torch, spec.actor.dtype).itemsize < 4
-        self.seen: Seen | None = None
-        self.gradients: dict[str, Tensor] = {}
-        self.groups = 0
 
-    def verdicts(self) -> list[Verdict]:
-        found: list[Verdict] = []
-        one = Layout("one process", Degrees())
-        plain = _with(self.spec.actor, archon=_with(self.spec.actor.archon, enable_compile=False))
-        exact = replace(self.spec, actor=_with(plain, dtype="float32" if self.half else plain.dtype))
-        self._layout(exact, one, None, keep=True)
-        yardstick = None
-        if self.half:
-            verdict = self._layout(self.spec, replace(one, name=f"one process, {self.spec.actor.dtype}"), None)
-            yardstick = verdict.distances if verdict else None
-            found += [replace(verdict, too_far=())] if verdict else []
-        for layout in self.spec.layouts:
-            verdict = self._layout(self.spec, layout, yardstick)
-            found += [verdict] if verdict else []
-        return found
-
-    def _layout(self, spec: Spec, layout: Layout, yardstick: Distances | None, *, keep: bool = False) -> Verdict | None:
-        """Collective among the layout's ranks; a verdict on rank 0."""
-        self.groups += 1
-        if self.rank >= layout.degrees.world:
-            return None
-        store = dist.FileStore(str(self.folder / f"store-{self.groups}"), layout.degrees.world)
-        verdict = self._judged(rank_engine(spec, layout, self.rank, store), spec, layout, yardstick, keep=keep)
-        dist.destroy_process_group()
-        # NCCL takes memory of its own for the next layout, which torch must have given back
-        gc.collect()
-        if spec.device == "cuda":
-            torch.cuda.empty_cache()
-        return verdict
-
-    def _judged(
-        self, engine: TrainEngine, spec: Spec, layout: Layout, yardstick: Distances | None, *, keep: bool
-    ) -> Verdict | None:
-        started = time.perf_counter()
-        seen = step(engine, spec.work)
-        secs = time.perf_counter() - started
-        if keep:
-            self.seen = seen
-            self.gradients = {name: tensor.clone() for name, tensor in gradients(engine)}
-            return None
-        found = compare(seen, self.seen or seen, gradients(engine), self.gradients)
-        return Verdict(layout.name, found, secs, judge(spec, found, yardstick)) if self.rank == 0 else None
+def _compared(job: _Job, engine: TrainEngine, seen: Seen, rank: int) -> Distances:
+    """Collective: every rank gathers the gradients, rank 0 compares them."""
+    kept = torch.load(job.reference, mmap=True, weights_only=True)
+    return compare(seen, Seen(**kept["seen"]), gradients(engine), kept["gradients"] if rank == 0 else {})
 
 
 def rank_engine(spec: Spec, layout: Layout, rank: int, store: dist.Store) -> TrainEngine:
