@@ -33,10 +33,10 @@ test_only.__test__ = False  # type: ignore[attr-defined]
 
 @pytest.mark.parametrize("name", CASES)
 def test_sbatch_accepts_every_generated_script(cluster: Cluster, name: str, tmp_path: Path) -> None:
-    """Cut to this cluster where a script asks for what only a site has: its size, partitions, GPU types."""
+    """Cut to this cluster where a script asks for what only a site has; one of its nodes may still be coming back."""
     text = (GOLDEN / f"{name}.sbatch").read_text()
     if name in ON_TWELVE_NODES:
-        text = text.replace("#SBATCH --nodes=4", "#SBATCH --nodes=1").replace("#SBATCH --nodes=8", "#SBATCH --nodes=3")
+        text = text.replace("#SBATCH --nodes=4", "#SBATCH --nodes=1").replace("#SBATCH --nodes=8", "#SBATCH --nodes=2")
     text = text.replace("gpu:h100:", "gpu:").replace("--partition=gpu", "--partition=main")
     text = (
         text.replace("'nvlink&ib'", "fake")
