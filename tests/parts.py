@@ -77,7 +77,7 @@ PARTS = (
     Part("end to end", (pytest_command("tests/e2e"),), 20),
     Part("reliability", (pytest_command("-n", "2", "tests/reliability", "tests/fuzz"),), 10),
     Part("security", (pytest_command("tests/security"),), 5),
-    Part("chaos", (pytest_command("tests/chaos"), (sys.executable, "-m", "bench.soak", "--minutes", "3")), 15),
+    Part("chaos", (pytest_command("tests/chaos"),), 15),
     Part("quickstart", ((sys.executable, "-m", "bench.quickstart", "--check"),), 15),
     Part(
         "quickstart, three seeds",
@@ -100,6 +100,7 @@ PARTS = (
         needs=CLUSTER,
         root=True,
     ),
+    Part("soak", ((sys.executable, "-m", "bench.soak", "--minutes", "3"),), 10, full=True),
     Part("every chaos cell", ((sys.executable, "-m", "tests.chaos"),), 90, full=True),
     Part(
         "long forms",
