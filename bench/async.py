@@ -1,6 +1,6 @@
 """What asynchrony buys: the same samples with max_head_offpolicyness 0 and 4, server and trainer on a core each.
 
-    python bench/async.py [--steps 16] [--check]
+    python bench/async.py [--steps 64] [--check]
 
 Answer lengths are lognormal (sigma 0.8, capped at 6 times the median). lr is 0, so both runs sample the same tokens.
 `server busy` are the seconds in which the server had requests in flight, `trainer busy` the steps less their waiting.
@@ -119,7 +119,7 @@ def show(name: str, run: Measured) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--check", action="store_true", help="exit 1 where a number is missed")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-async-") as directory:
