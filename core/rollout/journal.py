@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from core.rl.trajectory import Group, Sample, TrajectoryError, decode_header, decode_samples, encode_samples
 from core.telemetry.files import append_line, read_lines, write_atomic
+from core.weights.versions import remove_version, versions
 
 _HEADER_BYTES = 8
 _WRITERS = 16
@@ -212,9 +212,8 @@ def write_last_publish(batches: Path, record: Mapping[str, Any]) -> None:
 
 def remove_old_versions(weights: Path, in_use: set[str], keep: int) -> list[str]:
     """Removes published versions that nobody reads, once `keep` newer ones exist; returns their names."""
-    names = sorted(path.name for path in weights.glob("v[0-9]*-r[0-9]*") if path.is_dir())
-    by_age = sorted(names, key=lambda name: (weights / name).stat().st_mtime_ns)
+    by_age = versions(weights)
     gone = [name for name in by_age[: max(len(by_age) - keep, 0)] if name not in in_use]
     for name in gone:
-        shutil.rmtree(weights / name, ignore_errors=True)
+        remove_version(weights, name)
     return gone

@@ -79,14 +79,7 @@ class Session:
             timeout=rollout.reward_timeout,
             kwargs=config.reward_kwargs,
         )
-        self.pool = ServerPool(
-            self._daemons.registry,
-            lambda row: CLIENTS[row["backend"]](row["url"], token, timeout=rollout.request_timeout),
-            self._daemons.restart,
-            server_deadline=rollout.server_deadline,
-            pause_deadline=config.deadlines.pause,
-            load_deadline=config.deadlines.load,
-        )
+        self.pool = _pool(config, self._daemons, token)
         self.updates = WeightUpdates(
             self.pool,
             self._daemons.fetch,
@@ -95,8 +88,9 @@ class Session:
             fetched=self._fetched,
             after_round=self._after_update,
         )
-        self._image_check = ImageCheck(self.pool, _settings(config, tokenizer, context_length).banned)
-        workflow = Workflow(self.pool, self._rewards, tokenizer, _settings(config, tokenizer, context_length))
+        settings = _settings(config, tokenizer, context_length)
+        self._image_check = ImageCheck(self.pool, settings.banned)
+        workflow = Workflow(self.pool, self._rewards, tokenizer, settings)
         self.journal = Journal(places.batches, places.images, places.index, places.void)
         self.collector = Collector(
             _limits(config),
@@ -245,6 +239,17 @@ class Session:
         await self.pool.close()
         await self._data.close()
         await self._daemons.close()
+
+
+def _pool(config: Config, daemons: Daemons, token: str) -> ServerPool:
+    return ServerPool(
+        daemons.registry,
+        lambda row: CLIENTS[row["backend"]](row["url"], token, timeout=config.rollout.request_timeout),
+        daemons.restart,
+        server_deadline=config.rollout.server_deadline,
+        pause_deadline=config.deadlines.pause,
+        load_deadline=config.deadlines.load,
+    )
 
 
 def _limits(config: Config) -> Limits:

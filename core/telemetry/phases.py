@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FAULT_VARIABLE = "VLM_RL_FAULT"
-ACTIONS = ("kill", "stop", "cut")
 _SIZE = 512
 
 

@@ -23,9 +23,9 @@ from core.weights.fetch import FULL
 from core.weights.manifest import NAME, FileRecord, Manifest, TensorRecord
 from core.weights.shards import INDEX, header_bytes
 from core.weights.tensors import DTYPES
+from core.weights.versions import STAGING
 
 JOURNAL = "published.jsonl"
-_STAGING = ".tmp-"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".md", ".msgpack", ".h5")
 _MAX_AUX_BYTES = 256 << 20
 
@@ -59,7 +59,7 @@ def publish(
     every rank. `aux_dir` gives config, tokenizer and processor files. If any rank fails, all raise, and nothing stays.
     The same tensors give the same bytes of weight files.
     """
-    staging = weights_dir / f"{_STAGING}{name}"
+    staging = weights_dir / f"{STAGING}{name}"
     opened = _guarded(lambda: _open(weights_dir, name, staging), staging) if rank == 0 else None
     _raise_failure(gather(opened.failure if opened else None), staging, rank, barrier)
 
@@ -97,24 +97,6 @@ def publish(
     return result
 
 
-def remove_version(weights_dir: Path, name: str) -> None:
-    """Deletes a version that nobody reads any more: out of sight first, so that no reader finds half of it."""
-    if not name or Path(name).name != name or name.startswith("."):
-        raise WeightsError(f"{name!r} is not the name of a version")
-    grave = weights_dir / f"{_STAGING}gone-{name}"
-    try:
-        os.rename(weights_dir / name, grave)  # noqa: PTH104
-    except FileNotFoundError:
-        return
-    shutil.rmtree(grave, ignore_errors=True)
-
-
-def versions(weights_dir: Path) -> list[str]:
-    """Names of the versions that are there, oldest first."""
-    found = [path.parent for path in weights_dir.glob(f"v*/{NAME}")]
-    return [path.name for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))]
-
-
 def _open(weights_dir: Path, name: str, staging: Path) -> Share:
     if not name or Path(name).name != name or name.startswith("."):
         raise WeightsError(f"{name!r} cannot name a version")
@@ -123,7 +105,7 @@ def _open(weights_dir: Path, name: str, staging: Path) -> Share:
         raise NameTakenError(
             f"{weights_dir / name}: this name was published before; a restart publishes under its own generation"
         )
-    for left in weights_dir.glob(f"{_STAGING}*"):  # of a trainer that died: only one publishes at a time
+    for left in weights_dir.glob(f"{STAGING}*"):  # of a trainer that died: only one publishes at a time
         shutil.rmtree(left, ignore_errors=True)
     staging.mkdir(mode=0o700)
     return Share({}, {})

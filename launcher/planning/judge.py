@@ -33,10 +33,6 @@ class Judgement:
     problems: list[Problem] = field(default_factory=list)
     shape: Shape = field(default_factory=lambda: Shape("", ""))
 
-    @property
-    def layout_problems(self) -> list[Problem]:
-        return [problem for problem in self.problems if problem.layout]
-
 
 def judge(config: Config, known: Known, device: str) -> Judgement:
     """Everything that does not depend on another thing being right is judged, so that all of it is said at once."""

@@ -107,6 +107,7 @@ def test_torn_temporary_files_of_a_killed_writer_go(tmp_path: Path) -> None:
 def test_a_version_is_kept_while_someone_reads_it(tmp_path: Path) -> None:
     for age, name in enumerate(["v000001-r0", "v000002-r0", "v000003-r0", "v000004-r0", "v000002-r1"]):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")  # what makes a directory a version
         os.utime(tmp_path / name, (age, age))
     (tmp_path / ".v000005-r1.tmp").mkdir()
     gone = remove_old_versions(tmp_path, {"v000001-r0"}, keep=2)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from core.weights.errors import NameTakenError, WeightsError
 from core.weights.fetch import fetch
 from core.weights.manifest import describe, read_manifest, verify
-from core.weights.publish import remove_version, versions
 from core.weights.tensors import read_tensors
+from core.weights.versions import remove_version, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 

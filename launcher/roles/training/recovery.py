@@ -57,7 +57,6 @@ class Recovery:
         self.timers = {"recover": self.periodic, **timers}
         self.saved_step: int | None = None
         self.save_secs: float | None = None
-        self.copy_secs = 0.0
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[float]] | None = None
@@ -96,7 +95,6 @@ class Recovery:
     def save(self, progress: Progress) -> None:
         """Copies to host memory and returns; the files are written beside training. Waits for the save before."""
         self.wait()
-        started = time.perf_counter()
         session = self.session
         state = {
             "lineage": progress.lineage,
@@ -110,7 +108,6 @@ class Recovery:
         }
         staged = checkpoint.stage(progress.step, session.engine, state)
         self._writing = progress.step, self._thread.submit(self._write, staged)
-        self.copy_secs = time.perf_counter() - started
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is there. Collective; raises CheckpointError."""
