@@ -50,6 +50,11 @@ class Metrics:
         return [self.by_sft_step[step] for step in sorted(self.by_sft_step)]
 
     @property
+    def last_step(self) -> int:
+        """0 before the first."""
+        return max([*self.by_step, *self.by_sft_step], default=0)
+
+    @property
     def evaluations(self) -> dict[str, list[Record]]:
         """By name of the evaluated split, in order of steps."""
         found: dict[str, list[Record]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 from core.rpc.client import AsyncClient
 from core.rpc.errors import RpcError
+from core.telemetry.metrics import read_metrics
 from launcher.node.book import SERVICES, Book, Ending, node_names
 from launcher.node.specs import NodeContext, lead_node
 from launcher.node.state import BEAT_SECS, Phase, RunError, State, beat, write_state
@@ -153,6 +154,8 @@ class Lead:
                 self.record(generation=self.state.generation + 1)
                 self._raise_generation(self.state.generation)
         elif reports and len(current) == len(reports) and all(each.state == "done" for each in current):
+            # asked once a second, the trainer may have ended before it could tell of its last steps
+            self.record(step=max(self.state.step, read_metrics(self.context.run_dir.metrics).last_step))
             self._end(Ending(Phase.DONE))
 
     def _judge_servers(self, book: Book) -> None:

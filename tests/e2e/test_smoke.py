@@ -30,7 +30,8 @@ def test_three_steps_train_publish_save_and_leave_nothing(
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["staleness_max"] <= 1 for record in records)
     assert all(record["groups"] == 4 and record["samples"] == 16 for record in records)
-    assert json.loads((run / "state.json").read_text())["phase"] == "done"
+    state = json.loads((run / "state.json").read_text())
+    assert (state["phase"], state["step"]) == ("done", 3)
     assert processes_of(run) == []
 
     before, after = weights(models / "tiny"), weights(run / "hub" / "step-3")
