@@ -21,7 +21,8 @@ from rich.live import Live
 
 from launcher.launch import Launch
 from launcher.live import LiveView
-from launcher.node.state import Phase, RunError, State, read_state, write_state
+from launcher.node.specs import lead_node
+from launcher.node.state import Phase, RunError, State, heartbeat_file, read_rendezvous, read_state, write_state
 from launcher.run_dir import RunDir
 from launcher.schedulers.base import Placement
 
@@ -37,6 +38,7 @@ class Attendance:
         self.placement = placement
         self.signals = 0
         self._woken = threading.Event()
+        self._lost: RunError | None = None
 
     def attend(self, *, quiet: bool) -> State:
         """Returns when every daemon has ended."""
@@ -46,6 +48,7 @@ class Attendance:
 
     def _wait(self) -> None:
         told, first_end = 0, None
+        silence = Silence(launch=self.launch)
         while True:
             exits = self.placement.exits()
             if all(code is not None for code in exits.values()):
@@ -56,9 +59,18 @@ class Attendance:
             if self.signals > told or overdue:
                 told += 1
                 self.placement.stop()
+            leads = exits[lead_node(self.launch.plan)] is None
+            if leads and self._lost is None and silence.too_long():
+                self._end_silent(silence.error())
             self._woken.wait(LOOK_SECS)
             self._woken.clear()
             self._show()
+
+    def _end_silent(self, error: RunError) -> None:
+        """Nobody else ends a lead daemon that is stopped. Its guard wakes it, and kills it where that does not help."""
+        self._lost = error
+        print(f"{error.process}: {error.message}; ending every process of the run", file=sys.stderr, flush=True)
+        self.placement.stop()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -100,14 +112,40 @@ class Attendance:
         """The state the run ended with. A lead daemon that was killed could not write it: then we do."""
         state = read_state(self.launch.run_dir)
         assert state is not None
-        if state.phase.final:
+        if state.phase.final and (self._lost is None or self.signals):
             return state
-        exits = self.placement.exits()
+        error = state.error or self._lost or _daemon_error(self.launch, self.placement.exits())
         phase = Phase.CANCELLED if self.signals else Phase.FAILED
         return write_state(
             self.launch.run_dir,
-            dataclasses.replace(state, phase=phase, error=state.error or _daemon_error(self.launch, exits)),
+            dataclasses.replace(state, phase=phase, error=error),
         )
+
+
+class Silence:
+    """How long the lead daemon's heartbeat has stood still, once it has said where it is.
+
+    Counted in looks, not by the clock: a launcher that was itself stopped has seen nothing meanwhile.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._beat = 0
+        self._looks = 0
+
+    def too_long(self) -> bool:
+        found = read_rendezvous(self._launch.run_dir, self._launch.attempt)
+        beat = heartbeat_file(self._launch.run_dir).stat().st_mtime_ns
+        self._looks = self._looks + 1 if found is not None and beat == self._beat else 0
+        self._beat = beat
+        return self._looks * LOOK_SECS > self._launch.daemon_secs
+
+    def error(self) -> RunError:
+        node = lead_node(self._launch.plan)
+        partition, _, index = node.rpartition("-")
+        log = self._launch.run_dir.log(self._launch.attempt, partition, int(index), "daemon")
+        how = f"no heartbeat for {self._launch.daemon_secs:g} s (deadlines.daemon): it is stopped, or hangs"
+        return RunError(f"daemon of {node}", how, log=str(log))
 
 
 def _daemon_error(launch: Launch, exits: object) -> RunError | None:

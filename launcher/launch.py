@@ -48,6 +48,8 @@ class Launch:
     attempt: int
     roles: str = ROLES
     grace: float = 15.0
+    daemon_secs: float = 30.0
+    """How long a lead daemon may say nothing (deadlines.daemon)."""
 
 
 def begin(config: Config, plan: Plan) -> Launch:
@@ -161,4 +163,4 @@ def _write(run_dir: RunDir, config: Config, plan: Plan, state: State) -> Launch:
     forget_jobs(run_dir)
     write_state(run_dir, state)
     beat(run_dir)
-    return Launch(run_dir, plan, state.attempt)
+    return Launch(run_dir, plan, state.attempt, daemon_secs=config.deadlines.daemon)

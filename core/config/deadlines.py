@@ -17,6 +17,7 @@ class Deadlines(Section):
     pause: Seconds = 120.0  # a server that is told to pause or to resume
     load: Seconds = 600.0  # a server that loads a version
     service: Seconds = 60.0  # the data or the rollout service that does not answer its daemon
+    daemon: Seconds = 30.0  # a node daemon of which nothing is heard
 
     def of(self, phase: str) -> float:
         """The deadline of a rank's phase, by the first word of its name."""

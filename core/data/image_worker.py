@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.data.images import ImageError, load_image
+from core.telemetry.phases import open_phases, reach
 
 MEMORY_BYTES = 4 << 30
 _LENGTH = 4
@@ -58,7 +59,9 @@ def main() -> None:
     # Whatever a library prints must not land among the frames.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    open_phases(None, "image-worker")
     while (request := _read(sys.stdin.buffer)) is not None:
+        reach("decoding")
         answers.write(answer_to(*request))
         answers.flush()
 

@@ -1,7 +1,8 @@
 """Children that grade answers: killed at their deadline, started again, every failure counted by kind.
 
 Owns the children and nothing of what they run (core.rewards.worker runs it). A failed answer scores 0; what to do about
-many failures in a row is the collector's.
+many failures in a row is the collector's. A child that dies over an answer, or is found stopped, says nothing of the
+answer: another one grades it, once.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from core.telemetry.phases import is_stopped
 
 _HERE = Path(__file__).parent
 _ROOT = str(_HERE.parent.parent)
@@ -36,6 +40,14 @@ class Score:
     kind: str | None = None
     message: str = ""
     traceback: str = ""
+
+
+class _After(Enum):
+    """What became of a child."""
+
+    ALIVE = "alive"
+    HUNG = "hung"
+    LOST = "lost"
 
 
 @dataclass(eq=False)
@@ -82,12 +94,19 @@ class RewardPool:
         try:
             if child is None:
                 child = await self._start_child()
-            score, alive = await self._ask(child, args, {**kwargs, **self._kwargs})
+            row = {**kwargs, **self._kwargs}
+            score, after = await self._ask(child, args, row)
+            if after is _After.LOST:
+                await self._drop(child)
+                self.restarts += 1
+                child = None
+                child = await self._start_child()
+                score, after = await self._ask(child, args, row)
         except BaseException:
             await self._drop(child)
             self._idle.put_nowait(None)
             raise
-        if not alive:
+        if after is not _After.ALIVE:
             await self._drop(child)
             self.restarts += 1
             child = None
@@ -98,7 +117,7 @@ class RewardPool:
         for child in list(self._children):
             await self._drop(child)
 
-    async def _ask(self, child: _Child, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Score, bool]:
+    async def _ask(self, child: _Child, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Score, _After]:
         child.requests += 1
         line = json.dumps({"id": child.requests, "args": list(args), "kwargs": kwargs}) + "\n"
         try:
@@ -106,14 +125,16 @@ class RewardPool:
                 answer = await self._exchange(child, line)
         except TimeoutError:
             message = f"{self._reward} gave no answer within {self._timeout:g} s and was killed"
-            return Score(0.0, kind="timeout", message=message, traceback=message), False
+            after = _After.LOST if is_stopped(child.process.pid) else _After.HUNG
+            return Score(0.0, kind="timeout", message=message, traceback=message), after
         if answer is None or answer.get("id") != child.requests:
             code = child.process.returncode
             message = f"{self._reward} ended its process" + (f" (exit {code})" if code is not None else "")
-            return Score(0.0, kind="raised", message=message, traceback=message), False
+            return Score(0.0, kind="raised", message=message, traceback=message), _After.LOST
         if "kind" in answer:
-            return Score(0.0, kind=answer["kind"], message=answer["message"], traceback=answer["traceback"]), True
-        return Score(answer["value"], answer["parts"]), True
+            failed = {name: answer[name] for name in ("kind", "message", "traceback")}
+            return Score(0.0, **failed), _After.ALIVE
+        return Score(answer["value"], answer["parts"]), _After.ALIVE
 
     async def _exchange(self, child: _Child, line: str) -> dict[str, Any] | None:
         assert child.process.stdin is not None and child.process.stdout is not None

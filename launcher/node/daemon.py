@@ -134,6 +134,7 @@ class Daemon:
             self.lead.record(phase=Phase.RUNNING)
         if self.ending is None:
             self._opening = self._watch(self.ledger.open(self.context.store, listener))
+            self._watch(self.ledger.keep_listening(self.settings.deadlines.daemon))
 
     def _lead_the_run(self, url: str) -> socket.socket:
         """The store's socket is bound here and now: ranks may connect to it before the store itself is up."""
@@ -150,6 +151,7 @@ class Daemon:
             watchdog_secs=self.settings.watchdog_secs,
             setup_secs=self.settings.setup_secs,
             service_secs=self.settings.deadlines.service,
+            daemon_secs=self.settings.deadlines.daemon,
             restart=lambda name, why: self.crew.restart(name, why, at_once=True),
             end=self.end,
             raise_generation=self._raise_generation,

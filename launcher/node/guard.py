@@ -182,6 +182,7 @@ class Guard:
         if self.asked == 1:
             self.say(f"{why}, TERM to the command")
             self.pass_on(signal.SIGTERM)
+            self.pass_on(signal.SIGCONT)  # one that is stopped would not hear it
             self.deadline = time.monotonic() + self.grace
         else:
             self.kill()

@@ -22,7 +22,6 @@ from launcher.node.watchdog import Watchdog, report
 POLL_SECS = 1.0
 QUIET_SECS = 4.0
 """A beat older than this has its daemon asked; a refused connection means it is dead."""
-LOST_SECS = 30.0
 STATE_SECS = 10.0
 
 
@@ -37,6 +36,7 @@ class Lead:
         watchdog_secs: float,
         setup_secs: float = 300.0,
         service_secs: float,
+        daemon_secs: float,
         restart: Callable[[str, str], None],
         end: Callable[[Ending], None],
         raise_generation: Callable[[int], None],
@@ -51,6 +51,7 @@ class Lead:
         self.statuses: dict[str, Any] = {}
         self._token = token
         self._service_secs = service_secs
+        self._daemon_secs = daemon_secs
         self._restart = restart
         self._heard: dict[str, tuple[str, float]] = {}
         self._end = end
@@ -182,7 +183,7 @@ class Lead:
                 self._lost(node, f"never came up within {self.setup_secs:.0f} s")
             return
         age = book.beat_ages.get(node, 0.0)
-        if age > LOST_SECS:
+        if age > self._daemon_secs:
             self._lost(node, f"no heartbeat for {age:.0f} s")
         elif age > QUIET_SECS and node not in self._probing:
             self._probing.add(node)

@@ -16,6 +16,7 @@ from launcher.node.book import Book, keys, node_names
 from launcher.plan import Plan
 
 CLOSING_SECS = 5.0
+LISTEN_SECS = 0.5
 
 
 class Ledger:
@@ -28,6 +29,7 @@ class Ledger:
         self._own: dict[str, str] = {}
         self._unwritten: list[tuple[str, str, str | None]] = []
         self._registry: Any = None
+        self._silent_secs = 0.0
 
     @property
     def connected(self) -> bool:
@@ -67,6 +69,18 @@ class Ledger:
         self._registry = registry
         registry.start()
 
+    async def keep_listening(self, limit: float) -> None:
+        """Until cancelled: a store whose process is stopped or cut off blocks its reader, and is lost all the same.
+
+        Counted in looks, not by the clock: a daemon that was itself stopped has heard nothing meanwhile.
+        """
+        while True:
+            await asyncio.sleep(LISTEN_SECS)
+            self._silent_secs += LISTEN_SECS if self.connected else 0.0
+            if self._silent_secs > limit:
+                self._on_lost(f"nothing heard of it for {limit:g} s")
+                return
+
     async def close(self, *last: str) -> None:
         """Writes what is left, then the last key and value, if given."""
         if self.connected:
@@ -74,6 +88,7 @@ class Ledger:
             await asyncio.to_thread(self._registry.join, CLOSING_SECS)
 
     def _read(self, snapshot: Any) -> None:
+        self._silent_secs = 0.0
         self.book = Book({**snapshot.values, **self._own}, snapshot.beat_ages)
         self._on_read()
 

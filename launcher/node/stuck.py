@@ -10,9 +10,8 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from core.telemetry.phases import Announced
+from core.telemetry.phases import Announced, is_stopped
 from launcher.node import guard
 
 
@@ -37,13 +36,6 @@ def find_stuck(said: Mapping[str, Announced], deadline_of: Callable[[str], float
         f"{deadline_of(first.phase):g} s{stopped}" + (f"; {others}" if others else "")
     )
     return Stuck(name, message)
-
-
-def is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
 
 
 def wake(pid: int) -> None:

@@ -21,6 +21,7 @@ def main() -> int:
             "tests/chaos",
             "-m",
             "slow or not slow",
+            "-vv",
             f"--junit-xml={report}",
             *sys.argv[1:],
         ]

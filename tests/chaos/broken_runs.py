@@ -54,7 +54,8 @@ def start(place: Place, trial: str, *overrides: str, fault: str = "", timeout: f
         "valid_dataset.dataset_kwargs.max_rows=4", f"total_train_steps={STEPS}", "recover.freq_steps=1",
         "recover.retries=6", f"rollout.server_deadline={DEADLINE}", f"deadlines.phase={DEADLINE}",
         f"deadlines.publishing={DEADLINE}", f"deadlines.saving={DEADLINE}", f"deadlines.pause={DEADLINE}",
-        f"deadlines.load={DEADLINE}", f"deadlines.service={DEADLINE}", "watchdog_secs=60", *overrides,
+        f"deadlines.load={DEADLINE}", f"deadlines.service={DEADLINE}", f"deadlines.daemon={2 * DEADLINE}",
+        f"rollout.reward_timeout={DEADLINE}", "watchdog_secs=60", *overrides,
     ]  # fmt: skip
     return call(*words, fault=fault, timeout=timeout), place.root / "chaos" / trial
 
@@ -80,7 +81,9 @@ def call(*words: str, fault: str = "", timeout: float = 170) -> Ended:
 
 def mode(cell: Cell) -> list[str]:
     layout = [f"allocation_mode=embedded:d1+archon:d{cell.ranks}"]
-    return [*layout, *(["deterministic=true", "rollout.max_head_offpolicyness=0"] if cell.deterministic else [])]
+    reward = ["reward=tests.chaos.breaking_reward:reward"] if cell.process == "reward-worker" else []
+    synchronous = ["deterministic=true", "rollout.max_head_offpolicyness=0"] if cell.deterministic else []
+    return [*layout, *reward, *synchronous]
 
 
 def break_and_mend(place: Place, cell: Cell) -> Path:

@@ -29,8 +29,10 @@ CELLS = [
     *(Cell("server-0", phase, how, 2) for phase, how in product(SERVER, ("kill", "stop"))),
     *(Cell("server-0", phase, "cut", 2) for phase in ("generate", "load")),
     *(Cell("data", phase, how) for phase, how in product(DATA, ("kill", "stop", "cut"))),
-    Cell("daemon-training-0", "registering", "kill", 3),
-    Cell("daemon-inference-0", "fetch", "kill", 2),
+    *(Cell("reward-worker", "grading", how, 5) for how in ("kill", "stop")),
+    Cell("image-worker", "decoding", "kill"),
+    *(Cell("daemon-training-0", "registering", how, 3) for how in ("kill", "stop")),
+    *(Cell("daemon-inference-0", "fetch", how, 2) for how in ("kill", "stop")),
     *(
         Cell(process, phase, "kill", 3, deterministic=False)
         for process, phase in (

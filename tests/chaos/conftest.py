@@ -12,6 +12,8 @@ import pytest
 from tests.chaos.broken_runs import Cell, Place, mode, outcome, start
 from tests.support.runs import launcher, log_tails
 
+FAILED = pytest.StashKey[bool]()
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,10 +28,22 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
     return {}
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failure is shown as it comes, and what the run left behind stays."""
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+        terminal = item.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.write(f"\n{item.name}\n{report.longreprtext}\n", flush=True)
+    return report
+
+
 @pytest.fixture
-def place(models: Path, tmp_path: Path) -> Iterator[Place]:
+def place(models: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
     yield Place(models, tmp_path)
-    shutil.rmtree(tmp_path / "chaos", ignore_errors=True)
+    if not request.node.stash.get(FAILED, False):
+        shutil.rmtree(tmp_path / "chaos", ignore_errors=True)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from core.config import UserError
+from core.config import UserError, load
 from launcher.commands.run import attached
 from launcher.commands.submit import detached
 from launcher.launch import Launch, begin_again
@@ -22,7 +22,7 @@ def launch_of(run_dir: RunDir) -> Launch:
     state = read_state(run_dir)
     assert state is not None
     plan = Plan.from_json(run_dir.plan.read_text())
-    return Launch(run_dir, plan, state.attempt)
+    return Launch(run_dir, plan, state.attempt, daemon_secs=load(run_dir.config, []).deadlines.daemon)
 
 
 def main(root: str, word: str = "run", *overrides: str) -> int:

@@ -116,6 +116,22 @@ def test_kill_9_of_a_daemon_leaves_nothing(fake_run: Make, partition: str, attac
         assert look(run.run_dir).dead
 
 
+@pytest.mark.parametrize("partition", ["training", "inference"])
+def test_a_daemon_that_is_stopped_is_noticed(fake_run: Make, partition: str) -> None:
+    behaviour = {"rank-0": "serve", "rank-1": "serve", "server-0": "serve"}
+    run = fake_run(overrides=("deadlines.daemon=4",), behaviour=behaviour)
+    launcher = run.launch()
+    run.await_started(ALL)
+    until(lambda: len(run.daemon().get("/registry")["daemons"]) == 2, 90)
+    os.kill(daemon_pids(run)[partition], signal.SIGSTOP)
+    code, said = finished(launcher, 60)
+    assert (code, run.state.phase) == (1, "failed"), said
+    assert run.state.error and run.state.error.process == f"daemon of {partition}-0", run.state.error
+    assert "no heartbeat for" in said
+    assert not run.survivors()
+    assert not run.local.exists()
+
+
 def test_two_runs_started_in_the_same_second_both_finish(fake_run: Make) -> None:
     runs = [fake_run("a"), fake_run("b")]
     launchers = [run.launch() for run in runs]

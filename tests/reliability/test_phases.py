@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from core.telemetry.phases import Announced, read_announced
-from launcher.node.stuck import find_stuck, is_stopped
+from core.telemetry.phases import Announced, is_stopped, read_announced
+from launcher.node.stuck import find_stuck
 from launcher.waiting import chain
 from tests.support.runs import ROOT, environment
 

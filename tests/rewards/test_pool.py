@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -92,6 +93,17 @@ def test_a_failure_scores_zero_under_its_kind(tmp_path: Path, name: str, kind: s
     assert score.value == 0 and score.kind == kind and message in score.message
     if name == "raising":
         assert "scores.py" in score.traceback, "the user sees the line"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_child_that_is_killed_or_stopped_costs_no_score(tmp_path: Path, how: signal.Signals) -> None:
+    async def use(pool: RewardPool) -> None:
+        (child,) = psutil.Process().children()
+        child.send_signal(how)
+        score = await pool.grade(ARGS, {"extra": "xyz"})
+        assert score == Score(13) and pool.restarts == 1
+
+    assert graded(tmp_path, "scores:length", use, timeout=2.0) == Score(13)
 
 
 @pytest.mark.parametrize("name", ["hanging", "stubborn"])
