@@ -64,6 +64,7 @@ class Distances:
     logp_rms: float  # ‖a−b‖ / ‖b‖
     entropy_rms: float
     gradients_rms: float = 0.0  # over all gradients as one vector
+    norm_gap: float = 0.0  # of the norm that the engine reports from that of the gradients, gathered whole
     worst: float = 0.0  # of a single gradient
     worst_name: str = ""
     named: dict[str, float] = field(default_factory=dict)
@@ -118,7 +119,7 @@ def compare(seen: Seen, expected: Seen, found: Iterator[tuple[str, Tensor]], wan
         _rms(*logp),
         _rms(*entropy),
     )
-    difference, scale = 0.0, 0.0
+    difference, scale, squares = 0.0, 0.0, 0.0
     left = set(wanted)
     for name, gradient in found:
         if not wanted:
@@ -128,8 +129,11 @@ def compare(seen: Seen, expected: Seen, found: Iterator[tuple[str, Tensor]], wan
         result.named[name] = _far(gradient, reference)
         difference += (gradient.double() - reference.double()).square().sum().item()
         scale += reference.double().square().sum().item()
+        squares += gradient.double().square().sum().item()
     result.named |= dict.fromkeys(left, math.inf)
     result.gradients_rms = math.sqrt(difference / scale) if scale else math.sqrt(difference)
+    if wanted:
+        result.norm_gap = _far(torch.tensor(seen.grad_norm), torch.tensor(math.sqrt(squares)))
     if result.named:
         result.worst_name = max(result.named, key=lambda name: result.named[name])
         result.worst = result.named[result.worst_name]
