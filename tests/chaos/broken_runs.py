@@ -19,8 +19,8 @@ from tests.support.runs import ROOT, Ended, await_gone, command, environment, li
 
 STEPS = 3
 DEADLINE = float(os.environ.get("CHAOS_DEADLINE", "5"))
-MOVES = ("time", "secs", "eta_secs", "rss_mb", "restarts", "continuations", "sync_version")
-"""Of a metrics record: times, rates, and counts of interruptions."""
+MOVES = ("time", "secs", "eta_secs", "rss_mb", "restarts", "continuations", "sync", "sync_version", "gpu_peak_mb")
+"""Of a metrics record: times, rates, memory, and counts of interruptions."""
 CHECKS = ("parity_",)
 """Made by every start of the ranks, of whichever batch comes first then."""
 
