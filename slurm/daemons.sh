@@ -33,7 +33,8 @@ while [ "$left" -gt 0 ] && { [ "$deadline" = 0 ] || [ "$SECONDS" -lt "$deadline"
   read -r -t 5 name code <&9 || continue
   left=$((left - 1)) status+=("$name=$code")
   if [ "$name" = "$main" ]; then deadline=$((SECONDS + 60))
-  elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + 150)); fi
+  elif [ "$code" = 86 ]; then deadline=$((SECONDS + 10))
+  elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + 240)); fi
 done
 "$PYTHON" -P -m launcher.slurm.batch finish "$run" "$attempt" "${status[@]}"
 code=$?

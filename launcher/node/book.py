@@ -38,7 +38,7 @@ class RanksReport:
     """How the ranks of one node stand in one generation."""
 
     generation: int
-    state: str  # running | done | died
+    state: str  # running | done | died | failed (another start would not mend it)
     error: RunError | None = None
 
 
@@ -80,6 +80,11 @@ class Book:
         found = self._json(f"daemon/{node}")
         return found["url"] if found else None
 
+    def machine(self, node: str) -> str:
+        """The host name of a daemon's machine; empty while it has not said so."""
+        found = self._json(f"daemon/{node}")
+        return found["machine"] if found else ""
+
     def ranks(self, node: str) -> RanksReport | None:
         found = self._json(f"ranks/{node}")
         return RanksReport(**{**found, "error": _error(found["error"])}) if found else None
@@ -111,6 +116,10 @@ def keys(plan: Plan) -> list[str]:
 
 def address(kind: str, name: str, url: str) -> tuple[str, str]:
     return f"{kind}/{name}", json.dumps({"url": url})
+
+
+def daemon(node: str, url: str, machine: str) -> tuple[str, str]:
+    return f"daemon/{node}", json.dumps({"url": url, "machine": machine})
 
 
 def server(entry: ServerEntry) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import platform
 import signal
 import socket
 import sys
@@ -22,13 +23,13 @@ from core.config.deadlines import Deadlines
 from core.rpc.service import bound_socket
 from core.telemetry.phases import announce, open_phases
 from launcher.node import book as entries
-from launcher.node import guard, local_dir
+from launcher.node import guard, local_dir, orphan
 from launcher.node.api import open_api
 from launcher.node.book import Ending, RanksReport, ServerEntry
 from launcher.node.children import Child, ChildState
 from launcher.node.crew import Crew
 from launcher.node.fetches import Fetches
-from launcher.node.lead import Lead
+from launcher.node.lead import Lead, lost_daemon
 from launcher.node.ledger import Ledger
 from launcher.node.rank_group import RankGroup
 from launcher.node.specs import Kind, NodeContext, lead_node, rank_specs, server_specs, service_specs
@@ -64,6 +65,7 @@ class Daemon:
         self.token = context.run_dir.read_token()
         self.ending: Ending | None = None
         self.lead: Lead | None = None
+        self.orphaned = False
         self.ledger = Ledger(context.plan, context.name, self._read, self._store_lost)
         self.fetches = Fetches(context.run_dir.weights, context.local, settings.verify, settings.visible_secs)
         self.crew = Crew([], self._child_changed, self.say)
@@ -111,10 +113,10 @@ class Daemon:
         finally:
             await self._tear_down()
         assert self.ending is not None
-        return EXIT_STATUS[self.ending.phase]
+        return orphan.STATUS if self.orphaned else EXIT_STATUS[self.ending.phase]
 
     async def _start(self, url: str) -> None:
-        self.ledger.put(*entries.address("daemon", self.context.name, url))
+        self.ledger.put(*entries.daemon(self.context.name, url, platform.node()))
         listener = self._lead_the_run(url) if self.context.name == lead_node(self.context.plan) else None
         specs = [*service_specs(self.context), *server_specs(self.context)]
         self.crew = Crew(specs, self._child_changed, self.say)
@@ -134,7 +136,7 @@ class Daemon:
             self.lead.record(phase=Phase.RUNNING)
         if self.ending is None:
             self._opening = self._watch(self.ledger.open(self.context.store, listener))
-            self._watch(self.ledger.keep_listening(self.settings.deadlines.daemon))
+            self._watch(self.ledger.keep_listening(self.settings.deadlines.daemon, self.settings.setup_secs))
 
     def _lead_the_run(self, url: str) -> socket.socket:
         """The store's socket is bound here and now: ranks may connect to it before the store itself is up."""
@@ -219,7 +221,12 @@ class Daemon:
             self.lead.judge(book)
 
     def _store_lost(self, why: str) -> None:
-        self.fail(f"the registry at {self.context.store} is lost ({why})")
+        """Its host, the lead daemon, is gone, or cannot be reached from here."""
+        lead = lead_node(self.context.plan)
+        self.orphaned = self.lead is None and self.ending is None
+        self.say(f"the registry at {self.context.store} is lost ({why})")
+        error = lost_daemon(self.context, lead, f"its registry is lost ({why})", self.ledger.book.machine(lead))
+        self.end(Ending(Phase.FAILED, error))
 
     def _asked_to_end(self, number: int) -> None:
         self.say(f"got {signal.Signals(number).name}")
@@ -259,7 +266,8 @@ class Daemon:
             await asyncio.sleep(STACK_SECS)
         if self.ending.phase is Phase.PREEMPTED:  # the services stay until the ranks have saved what they can
             await self.ranks.yield_up(self.settings.preempted_secs)
-        await asyncio.gather(self.crew.stop(), self.ranks.stop())
+        mourning = orphan.write_for_the_lead(self.context, self.ending) if self.orphaned else asyncio.sleep(0)
+        await asyncio.gather(self.crew.stop(), self.ranks.stop(), mourning)
         await self._part(self.ending)
         for task in self._tasks:
             task.cancel()

@@ -145,8 +145,10 @@ class Lead:
     def _judge_ranks(self, book: Book) -> None:
         reports = [book.ranks(node) for node in self._training]
         current = [each for each in reports if each is not None and each.generation == self.state.generation]
-        died = next((each for each in current if each.state == "died"), None)
-        if died is not None:
+        died = next((each for each in current if each.state in ("died", "failed")), None)
+        if died is not None and died.state == "failed":
+            self._end(Ending(Phase.FAILED, died.error))
+        elif died is not None:
             self.rank_deaths += 1
             if self.rank_deaths > self.retries:
                 self._end(Ending(Phase.FAILED, died.error))
@@ -184,29 +186,30 @@ class Lead:
             return
         age = book.beat_ages.get(node, 0.0)
         if age > self._daemon_secs:
-            self._lost(node, f"no heartbeat for {age:.0f} s")
+            self._lost(node, f"no heartbeat for {age:.0f} s", book.machine(node))
         elif age > QUIET_SECS and node not in self._probing:
             self._probing.add(node)
-            task = asyncio.create_task(self._probe(node, url))
+            task = asyncio.create_task(self._probe(node, url, book.machine(node)))
             self._probes.add(task)
             task.add_done_callback(self._probes.discard)
 
-    async def _probe(self, node: str, url: str) -> None:
+    async def _probe(self, node: str, url: str, machine: str) -> None:
         client = AsyncClient(url, self._token, timeout=POLL_SECS)
         try:
             await client.get("/health")
         except RpcError as error:
             if error.unreachable and "no answer within" not in error.message:
-                self._lost(node, f"is gone ({error.message})")
+                self._lost(node, f"is gone ({error.message})", machine)
         finally:
             await client.close()
             self._probing.discard(node)
 
-    def _lost(self, node: str, why: str) -> None:
-        log = str(self.context.run_dir.log(self.context.attempt, *_split(node), "daemon"))
-        self._end(Ending(Phase.FAILED, RunError(f"daemon of {node}", why, log=log)))
+    def _lost(self, node: str, why: str, machine: str = "") -> None:
+        self._end(Ending(Phase.FAILED, lost_daemon(self.context, node, why, machine)))
 
 
-def _split(node: str) -> tuple[str, int]:
+def lost_daemon(context: NodeContext, node: str, why: str, machine: str) -> RunError:
+    """`machine`: what to look at, or to keep out of the next attempt."""
     partition, _, index = node.rpartition("-")
-    return partition, int(index)
+    log = context.run_dir.log(context.attempt, partition, int(index), "daemon")
+    return RunError(f"daemon of {node}", f"on {machine}: {why}" if machine else why, log=str(log))

@@ -30,6 +30,7 @@ class Ledger:
         self._unwritten: list[tuple[str, str, str | None]] = []
         self._registry: Any = None
         self._silent_secs = 0.0
+        self._heard = False
 
     @property
     def connected(self) -> bool:
@@ -69,16 +70,17 @@ class Ledger:
         self._registry = registry
         registry.start()
 
-    async def keep_listening(self, limit: float) -> None:
+    async def keep_listening(self, limit: float, first: float) -> None:
         """Until cancelled: a store whose process is stopped or cut off blocks its reader, and is lost all the same.
 
+        `first` holds until it is heard at all: its host imports torch, which from a cold file system takes minutes.
         Counted in looks, not by the clock: a daemon that was itself stopped has heard nothing meanwhile.
         """
         while True:
             await asyncio.sleep(LISTEN_SECS)
             self._silent_secs += LISTEN_SECS if self.connected else 0.0
-            if self._silent_secs > limit:
-                self._on_lost(f"nothing heard of it for {limit:g} s")
+            if self._silent_secs > (limit if self._heard else first):
+                self._on_lost(f"nothing heard of it for {self._silent_secs:g} s")
                 return
 
     async def close(self, *last: str) -> None:
@@ -88,6 +90,7 @@ class Ledger:
             await asyncio.to_thread(self._registry.join, CLOSING_SECS)
 
     def _read(self, snapshot: Any) -> None:
+        self._heard = True
         self._silent_secs = 0.0
         self.book = Book({**snapshot.values, **self._own}, snapshot.beat_ages)
         self._on_read()

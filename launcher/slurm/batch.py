@@ -80,6 +80,8 @@ def finish(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> int:
         say(f"{run_dir.root} is no longer in attempt {attempt}")
         return 1
     say(f"attempt {attempt} ended: {state.phase}, " + ", ".join(f"{name} {code}" for name, code in statuses.items()))
+    if state.error is not None:
+        say(f"{state.error.process}: {state.error.message}")
     if state.phase is Phase.DONE and not any(statuses.values()):
         return 0
     config = load(run_dir.config, [])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from core.config import Config
 from core.config.slurm import Ask
+from launcher.node import orphan
 from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm.job import Component, Job, Size, job_of
@@ -25,8 +26,11 @@ NAMED = (
 )  # fmt: skip
 LINGER_SECS = 60
 """After the main component's end, how long the others may take."""
-VERDICT_SECS = 150
-"""After another component broke off: until then the lead has seen it (45 s), torn down and written why."""
+VERDICT_SECS = 240
+"""After another component broke off: until then the lead has seen it (45 s; in preflight 180 s), torn down and written
+why."""
+ORPHAN_SECS = 10
+"""After a daemon said that the lead is gone: its step may not end before Slurm has noticed, too."""
 
 
 def script_of(config: Config, plan: Plan, run_dir: RunDir) -> tuple[Job, str]:
@@ -195,6 +199,7 @@ while [ "$left" -gt 0 ] && {{ [ "$deadline" = 0 ] || [ "$SECONDS" -lt "$deadline
   read -r -t 5 name code <&9 || continue
   left=$((left - 1)) status+=("$name=$code")
   if [ "$name" = {job.main} ]; then deadline=$((SECONDS + {LINGER_SECS}))
+  elif [ "$code" = {orphan.STATUS} ]; then deadline=$((SECONDS + {ORPHAN_SECS}))
   elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + {VERDICT_SECS})); fi
 done
 {helper} -P -m launcher.slurm.batch finish "$run" "$attempt" "${{status[@]}}"

@@ -127,7 +127,8 @@ def check(config: Config, run_dir: RunDir, plan: Plan, place: Place) -> None:
     asked_for = plan.device == "cuda" or config.slurm.of(place.partition).gpu_form != "none"
     planned = partition.nodes[place.node].gpus if asked_for else []
     mine = preflight.examine(run_dir, place.name, planned, plan.device)
-    problems = preflight.check(run_dir, place.attempt, mine, node_names(plan))
+    wait_secs = min(preflight.WAIT_SECS, config.rollout.setup_timeout)
+    problems = preflight.check(run_dir, place.attempt, mine, node_names(plan), wait_secs)
     for line in problems:
         say(place, f"preflight: {line}")
     if problems:

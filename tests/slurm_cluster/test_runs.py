@@ -70,11 +70,9 @@ def test_two_and_two_nodes_and_one_job_of_two_steps_beside_them(run: Start) -> N
 
 def test_cancel_while_pending_and_while_running(run: Start) -> None:
     first = run("total_train_steps=200", "total_train_epochs=50", name="-first")
-    first.cluster.call("scontrol", "update", "NodeName=node[3-4]", "State=DRAIN", "Reason=test")
-    try:
+    with first.cluster.drained("3-4"):
         first.submit()
         waiting = run("total_train_steps=200", "slurm.exclusive=true", name="-waiting")
-        waiting.cluster.call("scontrol", "update", "NodeName=node[3-4]", "State=DRAIN", "Reason=test")
         job = waiting.submit()
         first.await_step(1)
         status = waiting.status()
@@ -96,5 +94,3 @@ def test_cancel_while_pending_and_while_running(run: Start) -> None:
         assert first.state.attempt == 2 and [record["step"] for record in first.steps][-1] == again
         first.await_out_of_queue()
         first.nothing_left()
-    finally:
-        first.cluster.call("scontrol", "update", "NodeName=node[3-4]", "State=RESUME")

@@ -23,12 +23,9 @@ def test_code_of_the_submission_runs_and_a_chain_has_nothing_left_to_do(
     )
     job = run("total_train_steps=1", "reward=my_reward:score", "slurm.snapshot_code=true", "slurm.chain=2")
     job.where = tmp_path
-    job.cluster.call("scontrol", "update", "NodeName=node[1-4]", "State=DRAIN", "Reason=test")
-    try:
+    with job.cluster.drained("1-4"):
         leader = job.submit()
         reward.write_text("raise SystemExit(1)\n")
-    finally:
-        job.cluster.call("scontrol", "update", "NodeName=node[1-4]", "State=RESUME")
     assert job.await_phase("done").attempt == 1
     assert (job.root / "code" / "launcher" / "slurm" / "task.py").is_file()
     assert str(job.root / "code") in (job.root / "submitit" / "job.sbatch").read_text()

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture
 def plain() -> Iterator[Cluster]:
-    made = make(
-        Path(tempfile.mkdtemp(prefix="vlmrl-plain-")), nodes=2, accounting=False, base_port=17900, prefix="plain"
-    )
+    made = make(Path(tempfile.mkdtemp(prefix="vlmrl-plain-")), nodes=2, accounting=False)
     try:
         yield made.start()
     finally:
@@ -37,10 +35,10 @@ def test_a_hetjob_runs_and_is_cancelled(
     job.await_out_of_queue()
     second = run("total_train_steps=1", name="-second")
     second.cluster = plain
-    plain.call("scontrol", "update", "NodeName=plain[1-2]", "State=DRAIN", "Reason=test")
-    leader = second.submit()
-    assert second.status()["verdict"] == "pending"
-    second.launcher("cancel", str(second.root)).expect()
+    with plain.drained("1-2"):
+        leader = second.submit()
+        assert second.status()["verdict"] == "pending"
+        second.launcher("cancel", str(second.root)).expect()
     assert second.status()["verdict"] == "cancelled"
     assert not plain.call("squeue", "-h", "-j", leader, check=False)
     for each in (job, second):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -21,6 +23,7 @@ from tests.support.slurm_cluster.configuration import Shape, gres_conf, slurm_co
 from tests.support.slurm_cluster.namespaces import Namespaces
 
 LOCK_SECS = 120.0
+SLOTS = 8
 HOSTS = Path("/etc/hosts")
 Found = TypeVar("Found")
 
@@ -41,8 +44,14 @@ class Cluster:
         self.shape = shape
         self.root = shape.root
         self._lock: TextIO | None = None
-        self.mark = f"# vlm-rl test cluster {shape.prefix}"
-        self.namespaces = Namespaces("vlmrl", shape.subnet, shape.nodes)
+
+    @property
+    def mark(self) -> str:
+        return f"# vlm-rl test cluster {self.shape.slot}"
+
+    @property
+    def namespaces(self) -> Namespaces:
+        return Namespaces(f"vlmrl{self.shape.slot}", self.shape.subnet, self.shape.nodes)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,8 +67,9 @@ class Cluster:
     # --- start
 
     def start(self) -> Cluster:
-        self._take_this_machine()
+        self._take_a_slot()
         self._directories()
+        (self.root / "slot").write_text(str(self.shape.slot))
         sock = self.root / "munge" / "sock"
         self._spawn(
             ["munged", f"--key-file={self.root}/munge/key", f"--socket={sock}", f"--seed-file={self.root}/munge/seed",
@@ -76,26 +86,53 @@ class Cluster:
         until(self._all_idle, 90, "every node idle")
         return self
 
-    def _take_this_machine(self) -> None:
-        """Ports, host names and namespaces are fixed: one cluster of a prefix at a time."""
-        lock = Path(f"/run/lock/vlm-rl-cluster-{self.shape.prefix}").open("w")  # noqa: SIM115 -- held until stop
-        until(lambda: _locked(lock), LOCK_SECS, "another test cluster of this machine ends", poll=0.5)
-        self._lock = lock
+    def _take_a_slot(self) -> None:
+        """Two clusters at once, of one test session or of several, have nothing in common."""
+        slot, self._lock = until(lambda: take_slot("cluster"), LOCK_SECS, "one of this machine's test clusters ends")
+        self.shape = dataclasses.replace(self.shape, slot=slot)
 
     def take_over(self) -> None:
         """A cluster that another process started, and left."""
-        self._take_this_machine()
+        self.shape = dataclasses.replace(self.shape, slot=int((self.root / "slot").read_text()))
+        self._lock = _locked("cluster", self.shape.slot)
 
-    def start_node(self, index: int) -> None:
+    def start_node(self, index: int, *, mounts: Sequence[tuple[Path, Path]] = ()) -> None:
+        """`mounts`: (what, where) pairs that are mounted on this node only."""
         name = self.shape.names[index - 1]
         (self.root / "spool" / name).mkdir(parents=True, exist_ok=True)
-        inner = ["unshare", "--uts", "sh", "-c", f"hostname {name} && exec slurmd -N {name}"]
-        outer = self.namespaces.inside(index) if self.shape.netns else []
-        self._spawn([*outer, *inner])
+        words = [f"mount --bind {shlex.quote(str(what))} {shlex.quote(str(where))} &&" for what, where in mounts]
+        script = " ".join([*words, f"hostname {name} && exec slurmd -N {name}"])
+        outer: list[str] = []
+        if self.shape.netns:
+            self.namespaces.plug(index)
+            outer = self.namespaces.inside(index)
+        self._spawn([*outer, "unshare", "--uts", *(["--mount"] if mounts else []), "sh", "-c", script])
+
+    @contextlib.contextmanager
+    def drained(self, numbers: str) -> Iterator[None]:
+        """Nothing new starts on these nodes ("1-4") meanwhile."""
+        name = f"NodeName={self.shape.nodes_of(numbers)}"
+        self.call("scontrol", "update", name, "State=DRAIN", "Reason=test")
+        try:
+            yield
+        finally:
+            self.call("scontrol", "update", name, "State=RESUME")
+
+    def notice_lost_node(self, index: int) -> None:
+        """What slurmctld does by itself after SlurmdTimeout."""
+        name = f"NodeName={self.shape.names[index - 1]}"
+        self.call("scontrol", "update", name, "State=DOWN", "Reason=lost")
+
+    def stop_node(self, index: int) -> None:
+        path = self.root / "run" / f"slurmd-{self.shape.names[index - 1]}.pid"
+        _end(int(path.read_text()))
+        path.unlink(missing_ok=True)
 
     def kill_node(self, index: int) -> None:
-        """slurmd dies, and whatever it runs with it, as when the machine loses power."""
+        """slurmd dies, whatever it runs with it, and nobody answers for them, as when the machine loses power."""
         name = self.shape.names[index - 1]
+        if self.shape.netns:
+            self.namespaces.unplug(index)
         path = self.root / "run" / f"slurmd-{name}.pid"
         with contextlib.suppress(OSError, ValueError):
             os.kill(int(path.read_text()), signal.SIGKILL)
@@ -144,10 +181,17 @@ class Cluster:
         (conf / "gres.conf").write_text(gres_conf(self.shape))
 
     def _write_hosts(self) -> None:
-        # in place: the file may be a mount of its own
-        lines = [line for line in HOSTS.read_text().splitlines() if self.mark not in line]
-        lines += [f"{self.shape.address(index)} {name} {self.mark}" for index, name in enumerate(self.shape.names, 1)]
-        HOSTS.write_text("\n".join(lines) + "\n")
+        """In place: the file may be a mount of its own."""
+        mine = [f"{self.shape.address(index)} {name} {self.mark}" for index, name in enumerate(self.shape.names, 1)]
+        with _hosts_locked():
+            HOSTS.write_text("".join(f"{line}\n" for line in [*self._other_hosts(), *mine]))
+
+    def _forget_hosts(self) -> None:
+        with _hosts_locked():
+            HOSTS.write_text("".join(f"{line}\n" for line in self._other_hosts()))
+
+    def _other_hosts(self) -> list[str]:
+        return [line for line in HOSTS.read_text().splitlines() if self.mark not in line]
 
     def _accounting(self) -> None:
         data, sock = self.root / "mysql", self.root / "mysql" / "sock"
@@ -194,7 +238,7 @@ class Cluster:
             if path.exists():
                 _end(int(path.read_text()))
                 path.unlink(missing_ok=True)
-        HOSTS.write_text("".join(line + "\n" for line in HOSTS.read_text().splitlines() if self.mark not in line))
+        self._forget_hosts()
         if self.shape.netns:
             self.namespaces.remove()
         shutil.rmtree(self.root, ignore_errors=True)
@@ -206,11 +250,30 @@ def make(root: Path, **changes: object) -> Cluster:
     return Cluster(Shape(root, socket.gethostname(), **changes))  # type: ignore[arg-type]
 
 
-def _locked(file: TextIO) -> bool:
-    with contextlib.suppress(OSError):
+def take_slot(kind: str) -> tuple[int, TextIO] | None:
+    """The first slot of this machine that nobody holds, and the file that holds it until it is closed."""
+    for slot in range(SLOTS):
+        file = _locked(kind, slot)
+        if file is not None:
+            return slot, file
+    return None
+
+
+def _locked(kind: str, slot: int) -> TextIO | None:
+    file = Path(f"/run/lock/vlm-rl-{kind}-{slot}").open("w")  # noqa: SIM115 -- held until stop
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+@contextlib.contextmanager
+def _hosts_locked() -> Iterator[None]:
+    with Path("/run/lock/vlm-rl-hosts").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _listens(port: int) -> bool:

@@ -18,9 +18,24 @@ class Shape:
     memory_mb: int = 1_000_000
     accounting: bool = True
     netns: bool = False
-    base_port: int = 17800
-    prefix: str = "node"
-    subnet: str = "10.78.0"
+    slot: int = 0
+    """Which of this machine's clusters: each slot has ports, names and addresses of its own."""
+
+    @property
+    def prefix(self) -> str:
+        return f"c{self.slot}n"
+
+    @property
+    def base_port(self) -> int:
+        return 17800 + 100 * self.slot
+
+    @property
+    def subnet(self) -> str:
+        return f"10.78.{self.slot}"
+
+    def nodes_of(self, numbers: str) -> str:
+        """As Slurm writes them: of "1-4", `c0n[1-4]`."""
+        return f"{self.prefix}[{numbers}]"
 
     @property
     def names(self) -> list[str]:
@@ -43,7 +58,7 @@ class Shape:
         return self.base_port + 20
 
     def address(self, index: int) -> str:
-        return f"{self.subnet}.{index}" if self.netns else f"127.0.1.{index}"
+        return f"{self.subnet}.{index}" if self.netns else f"127.0.{1 + self.slot}.{index}"
 
     def port(self, index: int) -> int:
         return self.base_port if self.netns else self.base_port + index
@@ -97,7 +112,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 KillWait=20
-SlurmdTimeout=15
+SlurmdTimeout=120
 SlurmctldTimeout=15
 CompleteWait=0
 MinJobAge=600

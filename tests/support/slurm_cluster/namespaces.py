@@ -27,6 +27,13 @@ class Namespaces:
         """Words before a command; not `ip netns exec`, which hides /sys/fs/cgroup."""
         return ["nsenter", f"--net=/run/netns/{self.name(index)}"]
 
+    def unplug(self, index: int) -> None:
+        """Packets to and from it are lost, without an answer."""
+        _ip("link", "set", f"{self.prefix}v{index}", "down")
+
+    def plug(self, index: int) -> None:
+        _ip("link", "set", f"{self.prefix}v{index}", "up")
+
     def make(self) -> None:
         self.remove()  # of a test that was killed
         bridge = f"{self.prefix}br"
