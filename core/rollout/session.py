@@ -89,7 +89,7 @@ class Session:
             after_round=self._after_update,
         )
         settings = _settings(config, tokenizer, context_length)
-        self._image_check = ImageCheck(self.pool, settings.banned)
+        self._image_check = ImageCheck(self.pool, settings.banned, rollout.parity_check_steps)
         workflow = Workflow(self.pool, self._rewards, tokenizer, settings)
         self.journal = Journal(places.batches, places.images, places.index, places.void)
         self.collector = Collector(

@@ -12,7 +12,7 @@ from launcher.node.book import RanksReport
 from launcher.node.children import Child, ChildState, Exit
 from launcher.node.crew import run_error
 from launcher.node.log_tail import last_error, tail
-from launcher.node.specs import Spec
+from launcher.node.specs import CANNOT_GO_ON, Spec
 from launcher.node.state import RunError
 from launcher.node.stuck import Stuck, find_stuck, wake
 
@@ -140,7 +140,8 @@ class RankGroup:
         for child in self.children.values():
             if child.state is not ChildState.ENDED:
                 child.kill()
-        self._on_report(RanksReport(generation, "died", error))
+        for_good = any(ended.code == CANNOT_GO_ON for _, ended in self._dead)
+        self._on_report(RanksReport(generation, "failed" if for_good else "died", error))
 
     def _first_cause(self) -> RunError:
         """Of the ranks that died, the first whose error does not look like the consequence of another's death."""

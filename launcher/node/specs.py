@@ -19,7 +19,7 @@ ROLES = "launcher.roles"
 SERVER_ROLES = {"embedded": "embedded_server", "vllm": "inference_server", "sglang": "inference_server"}
 LOOPBACK = "127.0.0.1"
 CANNOT_GO_ON = 4
-"""Exit status of a service whose failure another start would not mend (a budget used up): it is not started again."""
+"""Exit status of a service or rank whose failure another start would not mend: it is not started again."""
 
 
 class Kind(StrEnum):

@@ -10,9 +10,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.roles.arguments import parse
 from launcher.roles.training.exchange import StopRequested
 from launcher.roles.training.metrics import Record
+from launcher.roles.training.parity import ParityError
 from launcher.roles.training.rl import RLLoop
 from launcher.roles.training.setup import close_session, open_session
 from launcher.roles.training.sft import SFTLoop
@@ -42,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # threads of a broken process group would keep the interpreter from ending
+        status = CANNOT_GO_ON if isinstance(error, ParityError) else 1
+        os._exit(status)  # threads of a broken process group would keep the interpreter from ending

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from core.config.rollout import Rollout
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.ports import BLOCK, FIRST, take_block
 from core.inference.proxy import Proxy, RefusedError
 from core.inference.vllm import GENERATE, VLLMClient
-from launcher.roles.training.parity import complaint, summary
+from launcher.roles.training.disagreement import verdict
+from launcher.roles.training.parity import Gate, Parity, ParityError, summary
 from launcher.servers.recipes import RECIPES
 
 TOKEN = "secret"
@@ -200,14 +203,25 @@ def test_where_versions_are_not_told_no_answer_has_two(ending: str) -> None:
 def test_the_gate_names_what_to_look_at() -> None:
     fine = summary([("0-0-0", True, 10, 0.1, 0.05), ("0-0-1", False, 10, 0.1, 0.04)])
     assert fine is not None and (fine.tokens, round(fine.mean, 6), fine.most) == (20, 0.01, 0.05)
-    assert complaint(fine, mean=0.05, most=3.0) is None
     blind = summary([("0-0-0", True, 10, 9.0, 2.0), ("0-1-0", False, 10, 0.1, 0.04)])
     assert blind is not None and blind.worst == "0-0-0"
-    said = complaint(blind, mean=0.05, most=3.0)
-    assert said is not None and "without an image agree" in said and "0-0-0" in said
-    other = summary([("0-0-0", True, 4, 9.0, 5.0)])
-    assert other is not None and "other weights" in str(complaint(other, mean=0.05, most=3.0))
+    assert "without an image agree" in verdict(0.45, {"hot": 0.4}, 0.05, blind.bare_mean)
+    assert "other weights" in verdict(2.0, {"hot": 1.9, "bans": 1.5}, 0.05, None)
+    assert verdict(2.0, {"hot": 0.03, "bans": 1.5}, 0.05, None).startswith("Cause: hot")
     assert summary([]) is None
+
+
+def test_the_gate_waits_for_a_verdict_and_is_due_again(tmp_path: Path) -> None:
+    gate = Gate(Rollout(parity_check_steps=4))
+    good = Parity(20, 0.01, 0.05, "0-0-0", None, 0.2)
+    assert gate.is_due(1) and gate.is_due(2), "no token of the trainer's version yet"
+    assert gate.passed(good) and not gate.is_due(3) and gate.is_due(4)
+    assert not gate.passed(replace(good, mean=0.06)) and not gate.passed(replace(good, most=3.1))
+    assert not gate.passed(replace(good, image_effect=0.0)), "the trainer does not see its images"
+    with pytest.raises(ParityError, match=r"rollout\.parity=warn"):
+        gate.refuse("no")
+    assert Gate(Rollout(parity="warn")).refuse("no") == "no"
+    assert not Gate(Rollout(parity="off", parity_check_steps=1)).is_due(1)
 
 
 def test_a_changed_recipe_is_another_environment() -> None:

@@ -2,18 +2,24 @@
 
 Owns the comparison and its verdict. It is over tokens that the trainer's own version sampled, on the run's own prompts
 with their images, under the temperature and the bans of the run; prompt ids and image-token counts were compared when
-each answer came (core.rollout.workflow). Servers are looked at for blindness by core.rollout.image_check.
+each answer came (core.rollout.workflow). Servers are looked at for blindness by core.rollout.image_check, the trainer
+here; why the two disagree is found by launcher.roles.training.disagreement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from core.config.rollout import Rollout
+from core.ops.packed import PackedBatch
+
+Change = Callable[[PackedBatch], PackedBatch]
+Rescore = Callable[[Sequence[Any], Change], list[Tensor]]  # collective: log-probabilities of some parts, changed
 
 
 class ParityError(Exception):
@@ -31,6 +37,8 @@ class Parity:
     """The sample of the largest mean."""
     bare_mean: float | None
     """Over samples without an image, where there are any."""
+    image_effect: float | None = None
+    """Mean change of the trainer's own when every image is grey, over samples with one."""
 
 
 class Gate:
@@ -47,36 +55,55 @@ class Gate:
             self._pending = True
         return self._pending
 
-    def judge(self, parity: Parity | None) -> str | None:
-        """A warning, or None. Raises ParityError where the run must not go on."""
-        if parity is None:
-            return None
+    def passed(self, parity: Parity) -> bool:
         self._pending = False
-        said = complaint(parity, mean=self._rollout.parity_mean, most=self._rollout.parity_max)
-        if said and self._rollout.parity == "stop":
-            raise ParityError(said)
+        rollout = self._rollout
+        return parity.mean <= rollout.parity_mean and parity.most <= rollout.parity_max and parity.image_effect != 0.0
+
+    def refuse(self, said: str) -> str:
+        """The warning. Raises ParityError where the run must not go on."""
+        if self._rollout.parity == "stop":
+            raise ParityError(f"{said}. To go on all the same: rollout.parity=warn")
         return said
 
 
-def measure(parts: Sequence[Any], version: int, exchange: Any) -> Parity | None:
-    """Collective over the samples' ranks; None where the batch has no token of that version."""
+def measure(parts: Sequence[Any], logps: Sequence[Tensor], version: int, exchange: Any) -> Parity | None:
+    """Collective over the samples' ranks; None where the parts have no token of that version."""
     rows = []
-    for part in parts:
+    for part, logp_R in zip(parts, logps, strict=True):
+        differences = (logp_R.float().cpu() - part.behave_R).abs().numpy() if part.samples else np.zeros(0)
+        differences = np.where(np.isfinite(differences), differences, np.inf)
         start = 0
         for sample in part.samples:
             end = start + len(sample.sampled_ids)
-            same = np.asarray(sample.versions) == version
-            if same.any():
-                difference = (part.prox_R[start:end].float().cpu() - part.behave_R[start:end]).abs().numpy()[same]
-                difference = np.where(np.isfinite(difference), difference, np.inf)
-                rows.append((sample.sample_id, bool(sample.images), difference))
+            found = differences[start:end][np.asarray(sample.versions) == version]
+            if found.size:
+                rows.append(
+                    (sample.sample_id, bool(sample.images), int(found.size), float(found.sum()), float(found.max()))
+                )
             start = end
-    own = [
-        (name, images, int(difference.size), float(difference.sum()), float(difference.max()))
-        for name, images, difference in rows
-    ]
-    everywhere = {row[0]: row for some in exchange.gather(own) for row in some}
+    everywhere = {row[0]: row for some in exchange.gather(rows) for row in some}
     return summary(list(everywhere.values()))
+
+
+def with_image_effect(parity: Parity, parts: Sequence[Any], rescore: Rescore, exchange: Any) -> Parity:
+    """Collective: whether the trainer sees its images, told by what becomes of its numbers when they are grey."""
+    sums = [0.0, 0.0]
+    for part, logp_R in zip(parts, rescore(parts, without_images), strict=True):
+        if part.samples and part.prox_R is not None:
+            moved = (logp_R.float() - part.prox_R.float()).abs().cpu().numpy()
+            lengths = [len(sample.sampled_ids) for sample in part.samples]
+            shown = np.repeat([bool(sample.images) for sample in part.samples], lengths)
+            sums = [sums[0] + float(moved[shown].sum()), sums[1] + float(shown.sum())]
+    everywhere = np.sum(exchange.gather(sums), axis=0)
+    return replace(parity, image_effect=float(everywhere[0] / everywhere[1]) if everywhere[1] else None)
+
+
+def without_images(batch: PackedBatch) -> PackedBatch:
+    """Every image grey; nameless, so that a frozen tower's kept features are not taken."""
+    if batch.pixel_values_PK is None:
+        return batch
+    return replace(batch, pixel_values_PK=batch.pixel_values_PK * 0.0, image_names=())
 
 
 def summary(rows: Sequence[tuple[str, bool, int, float, float]]) -> Parity | None:
@@ -92,22 +119,4 @@ def summary(rows: Sequence[tuple[str, bool, int, float, float]]) -> Parity | Non
         max(row[4] for row in rows),
         max(rows, key=lambda row: row[3] / row[2])[0],
         sum(row[3] for row in bare) / bare_tokens if bare_tokens else None,
-    )
-
-
-def complaint(parity: Parity, *, mean: float, most: float) -> str | None:
-    """What is wrong and where to look, or None."""
-    if parity.mean <= mean and parity.most <= most:
-        return None
-    if parity.bare_mean is not None and parity.bare_mean <= mean:
-        cause = "answers without an image agree: look at how the server sees images (its processor, its vision cache)"
-    elif parity.mean > 1:
-        cause = "they share little: the server answers with other weights than it says, or another model"
-    else:
-        cause = "look at temperature and bans, the server's dtype and quantisation, raw against processed logprobs"
-    return (
-        f"the trainer's log-probabilities differ from the servers' by {parity.mean:.4f} in the mean and "
-        f"{parity.most:.3f} at most over {parity.tokens} tokens of one version (allowed: rollout.parity_mean={mean:g}, "
-        f"rollout.parity_max={most:g}); worst sample {parity.worst}. {cause}. "
-        "To go on all the same: rollout.parity=warn"
     )

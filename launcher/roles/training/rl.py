@@ -223,6 +223,7 @@ class RLLoop:
                 "parity_tokens": parity.tokens if parity else None,
                 "parity_mean": parity.mean if parity else None,
                 "parity_max": parity.most if parity else None,
+                "parity_image_effect": parity.image_effect if parity else None,
                 "clip_fraction": counts.clipped / tokens,
                 "capped_fraction": counts.capped / tokens,
                 "tokens": outcome.tokens,
@@ -233,6 +234,7 @@ class RLLoop:
                 "secs": secs,
                 "sync_secs": last_sync.get("secs"),
                 "sync_version": last_sync.get("version"),
+                "sync": last_sync,
                 **{name: stats.get(name) for name in _FROM_STATS},
             }
         )
@@ -287,6 +289,7 @@ _FROM_STATS = (
     "truncated_fraction",
     "equal_reward_groups",
     "wait_trainer_secs",
+    "server_busy_secs",
     "void",
     "reward_errors",
     "restarts",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,8 @@ from core.rl.advantages import (
 from core.rl.losses import LossCounts, LossTokens, PolicyLoss, counts_of, policy_loss
 from core.rl.trajectory import Sample, decode_samples
 from core.telemetry.phases import announce
-from launcher.roles.training.parity import Gate, Parity, measure
+from launcher.roles.training.disagreement import explain
+from launcher.roles.training.parity import Change, Gate, Parity, measure, with_image_effect
 from launcher.roles.training.setup import Session
 
 SAMPLES_A_REQUEST = 512
@@ -114,6 +115,9 @@ class Part:
     def sample_R(self) -> Tensor:
         return sample_numbers(self.documents)
 
+    def changed(self, change: Change) -> PackedBatch:
+        return change(self.build())
+
     @property
     def micro(self) -> Micro:
         return Micro(self.build, empty=not self.samples)
@@ -166,8 +170,7 @@ def train_step(
     gated = gate is not None and gate.is_due(index.step)
     recompute = with_kl or (actor.use_decoupled_loss and not one_update) or actor.recompute_logprob or gated
     entropy = _score(parts, session) if recompute else None
-    parity = measure([part for own in parts for part in own], index.step - 1, session.exchange) if gated else None
-    warning = gate.judge(parity) if gate is not None else None
+    parity, warning = _pass_gate(parts, index.step - 1, gate, session) if gate is not None and gated else (None, None)
     ref_R = _score_ref(parts, session)
     clock.lap("prox")
     kl = _advantages(index, parts, ref_R, session)
@@ -270,6 +273,24 @@ def _score(parts: list[list[Part]], session: Session) -> float:
             entropy += torch.tensor([scores.entropy_R.double().sum().item(), float(scores.entropy_R.numel())])
     total, count = session.exchange.sum_samples(entropy).tolist()
     return total / count if count else 0.0
+
+
+def _pass_gate(parts: list[list[Part]], version: int, gate: Gate, session: Session) -> tuple[Parity | None, str | None]:
+    """The comparison and a warning; raises ParityError."""
+
+    def rescore(some: Sequence[Part], change: Change) -> list[Tensor]:
+        micros = [Micro(partial(part.changed, change), empty=not part.samples) for part in some]
+        return [scores.logp_R for scores in session.engine.score(micros, session.stop.check)]
+
+    flat = [part for own in parts for part in own]
+    scored = [part.prox_R for part in flat if part.prox_R is not None]
+    parity = measure(flat, scored, version, session.exchange)
+    if parity is None:
+        return None, None
+    parity = with_image_effect(parity, flat[:1], rescore, session.exchange)
+    if gate.passed(parity):
+        return parity, None
+    return parity, gate.refuse(explain(parity, flat, version, session.exchange, rescore, session.config.rollout))
 
 
 def _score_ref(parts: list[list[Part]], session: Session) -> Tensor | None:
