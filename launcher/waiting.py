@@ -26,7 +26,7 @@ def chain(services: Status, children: Status) -> list[str]:
         return [*lines, f"← it has stopped: {rollout['fatal'].get('message')}"]
     if rollout.get("published") is None:
         return [*lines, "← nothing is published yet: the trainer's first version is what it waits for"]
-    if rollout.get("running") or rollout.get("evaluating") or rollout.get("served") is None:
+    if rollout.get("running") or rollout.get("evaluating") or not _serves_the_newest(rollout):
         return [*lines, *_servers(rollout.get("servers") or {}, children)]
     data = services.get("data")
     if not isinstance(data, Mapping):
@@ -44,6 +44,11 @@ def _trainer(trainer: Any) -> str:
 def _rollout(rollout: Status) -> str:
     counts = ", ".join(f"{rollout.get(name)} {name}" for name in ("consumed", "ready", "running"))
     return f"← rollout: batch {rollout.get('batches')} logged, groups {counts}, version {rollout.get('served')} served"
+
+
+def _serves_the_newest(rollout: Status) -> bool:
+    served = rollout.get("served")
+    return served is not None and str(rollout["published"]).startswith(f"v{served:06d}-")
 
 
 def _servers(servers: Status, children: Status) -> list[str]:

@@ -20,9 +20,9 @@ from launcher.waiting import chain, last_signs
 STACK_SECS = 1.5
 LAST_BYTES = 20_000
 LAST_FILES = {
-    "last batch logged": "rollouts/batches",
-    "last version published": "weights",
-    "last checkpoint": "checkpoints",
+    "last batch logged": "rollouts/batches/[0-9]*",
+    "last version published": "weights/v[0-9]*",
+    "last checkpoint": "checkpoints/step-*",
 }
 
 
@@ -63,8 +63,7 @@ def file_signs(run_dir: RunDir, now: float) -> list[str]:
     if steps:
         lines.append(f"last step recorded: {steps[-1]['step']}, {_ago(now - steps[-1].get('time', now))}")
     for name, place in LAST_FILES.items():
-        paths = [path for path in (run_dir.root / place).glob("[!.]*") if path.name != "latest"]
-        newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+        newest = max(run_dir.root.glob(place), key=lambda path: path.stat().st_mtime, default=None)
         if newest is not None:
             lines.append(f"{name}: {newest.name}, {_ago(now - newest.stat().st_mtime)}")
     return lines
@@ -74,13 +73,13 @@ def stacks(run_dir: RunDir, found: Liveness) -> dict[str, str]:
     """Of a living run: what every process of every node writes when asked. Of a dead one: the end of each log."""
     if found.rendezvous is None or found.answer is None:
         attempt = found.state.attempt if found.state else 0
-        return {path.stem: _end(path, 0) for path in sorted((run_dir.logs / str(attempt)).glob("*/*.log"))}
+        return {_process(path): _end(path, 0) for path in sorted((run_dir.logs / str(attempt)).glob("*/*.log"))}
     token = run_dir.read_token()
     lead = Client(found.rendezvous.daemon, token)
     urls = [row["url"] for row in lead.get("/registry")["daemons"]]
     marks: dict[str, tuple[Path, int]] = {}
     for path in (run_dir.logs / str(found.answer["attempt"])).glob("*/*.log"):
-        marks[path.stem] = path, path.stat().st_size
+        marks[_process(path)] = path, path.stat().st_size
     for url in urls:
         try:
             Client(url, token).post("/stacks", {})
@@ -89,6 +88,11 @@ def stacks(run_dir: RunDir, found: Liveness) -> dict[str, str]:
             print(f"{url}: {error}")
     time.sleep(STACK_SECS)
     return {name: _end(path, size) or "wrote nothing: it is stopped, or gone" for name, (path, size) in marks.items()}
+
+
+def _process(log: Path) -> str:
+    """The name of a log's process; a daemon has its node's."""
+    return f"daemon of {log.parent.name}" if log.stem == "daemon" else log.stem
 
 
 def _end(path: Path, offset: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,8 @@ class Api:
         return {}
 
     async def stacks(self, call: Call) -> Reply:
-        """Every child of this node writes the stack of each thread to its log."""
+        """Every child of this node, and the daemon itself, writes the stack of each thread to its log."""
+        faulthandler.dump_traceback(all_threads=True)
         for child in self.daemon.children:
             child.pass_on(signal.SIGUSR1)
         return {"logs": {child.name: str(child.spec.log) for child in self.daemon.children}}

@@ -111,12 +111,18 @@ def test_the_chain_ends_where_nothing_moves() -> None:
         "ready": 0,
         "running": 8,
         "served": 4,
-        "published": "v4",
+        "published": "v000004-r0",
         "servers": servers,
     }
     lines = chain({"trainer": waiting, "rollout": rollout, "data": {}}, {})
     assert "waiting for batch 5 for 41 s" in lines[0]
     assert "3 of 4 servers paused" in " ".join(lines) and "server-0: paused for 41 s, 3 requests" in " ".join(lines)
+
+    behind = {**rollout, "running": 0, "published": "v000005-r0", "servers": {"server-0": server}}
+    lines = chain({"trainer": waiting, "rollout": behind, "data": {}}, {})
+    assert "1 of 1 servers paused" in lines[2], "nothing runs, and all the same it is a server that is waited for"
+    lines = chain({"trainer": waiting, "rollout": {**behind, "published": "v000004-r0"}, "data": {}}, {})
+    assert lines[2].startswith("← data: ")
 
     lines = chain({"trainer": waiting, "rollout": "does not answer: no answer within 5 s"}, {})
     assert lines[-1] == "← rollout: does not answer: no answer within 5 s"
