@@ -20,6 +20,7 @@ from pathlib import Path
 import aiohttp
 
 from core.inference.backends import CLIENTS
+from core.inference.belongings import ServerDirectory, unname_segments
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Launch, Seat
 from core.inference.exposure import WeightsDirectory, routes
@@ -60,7 +61,7 @@ class ServerProcess:
         self._log = log
         self._block: PortBlock | None = None
         self._proxy: Proxy | None = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: ServerDirectory | None = None
         self.process: asyncio.subprocess.Process | None = None
         self.url = ""
 
@@ -84,6 +85,7 @@ class ServerProcess:
             await self._proxy.stop()
             self._proxy = None
         if self.process is not None and self.process.returncode is None:
+            await asyncio.to_thread(unname_segments, self.process.pid)
             with suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
             try:
@@ -95,18 +97,22 @@ class ServerProcess:
         if self._block is not None:
             self._block.close()
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.remove()
             self._directory = None
 
     async def _start_on(self, block: PortBlock) -> str:
         wanted = self._wanted
+        self._directory = ServerDirectory()
         seat = self._seat(block)
         launch = self._build(seat)
         before = self._log.stat().st_size if self._log and self._log.exists() else 0
         output = self._log.open("ab") if self._log else None
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *launch.argv, env=environment(launch.env), stdout=output, stderr=output
+                *launch.argv,
+                env=environment({**launch.env, "TMPDIR": str(self._directory.path)}),
+                stdout=output,
+                stderr=output,
             )
         finally:
             if output is not None:
@@ -122,14 +128,13 @@ class ServerProcess:
         )
         self.url = await self._proxy.start(wanted.host)
         await self._until_ready(seat, before)
+        await asyncio.to_thread(unname_segments, self.process.pid)
         return self.url
 
     def _seat(self, block: PortBlock) -> Seat:
-        socket = None
-        if self._wanted.backend == "vllm" and self._wanted.seat.nodes == 1:
-            # a socket's path has room for some hundred characters: not below a run directory
-            self._directory = tempfile.TemporaryDirectory(prefix="vlm-rl-")
-            socket = str(Path(self._directory.name) / "http.sock")
+        assert self._directory is not None
+        one_node_vllm = self._wanted.backend == "vllm" and self._wanted.seat.nodes == 1
+        socket = str(self._directory.path / "http.sock") if one_node_vllm else None
         fields = vars(self._wanted.seat)
         name = f"policy-{secrets.token_hex(8)}"
         return Seat(**{**fields, "port": block.first, "served_name": name, "socket": socket})
@@ -181,4 +186,7 @@ class ServerProcess:
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
     """This process's, without what would lead another Python to our packages, with the server's on top."""
-    return {key: value for key, value in os.environ.items() if key not in _DROPPED} | dict(own)
+    kept = {key: value for key, value in os.environ.items() if key not in _DROPPED}
+    # it is below TMPDIR otherwise, which is the server's own and goes with it
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")}
+    return compiled | kept | dict(own)

@@ -19,6 +19,21 @@ _MAX_PIXELS = 1_003_520
 _MIN_PIXELS = 3136
 
 
+class Questions:
+    """What a client that is used by hand answers in words; the tokenizer is the served model's, read once."""
+
+    def __init__(self, client: InferenceClient, tokenizer_path: str | None) -> None:
+        self._client = client
+        self._path = tokenizer_path
+        self._tokenizer: Tokenizer | None = None
+
+    async def answer(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+        if self._tokenizer is None:
+            path = self._path or (await self._client.model_info())["model_path"]
+            self._tokenizer = await asyncio.to_thread(Tokenizer, path)
+        return await answer(self._client, self._tokenizer, prompt, sampling)
+
+
 async def answer(
     client: InferenceClient, tokenizer: Tokenizer, prompt: dict[str, Any], sampling: dict[str, Any]
 ) -> dict[str, Any]:

@@ -11,12 +11,10 @@ Owns requests and answers of one server. Which server is asked, and what happens
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
-from core.data.tokenizer import Tokenizer
 from core.inference.client import (
     Generation,
     LoadRefusedError,
@@ -27,7 +25,7 @@ from core.inference.client import (
     version_number,
 )
 from core.inference.connection import Connection, events
-from core.inference.question import answer
+from core.inference.question import Questions
 
 
 class SGLangClient:
@@ -38,18 +36,14 @@ class SGLangClient:
     ) -> None:
         self.url = url.rstrip("/")
         self._connection = Connection(url, token, timeout=timeout)
-        self._tokenizer_path = tokenizer_path
-        self._tokenizer: Tokenizer | None = None
+        self._questions = Questions(self, tokenizer_path)
 
     async def generate(
         self, prompt: dict[str, Any], max_new_tokens: int = 256, temperature: float = 1.0, **sampling: Any
     ) -> dict[str, Any]:
         """Answers a question about an image (`image_path`: a path, a list, or none) in the model's chat template."""
-        if self._tokenizer is None:
-            path = self._tokenizer_path or (await self.model_info())["model_path"]
-            self._tokenizer = await asyncio.to_thread(Tokenizer, path)
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling}
-        return await answer(self, self._tokenizer, prompt, sampling)
+        return await self._questions.answer(prompt, sampling)
 
     async def generate_ids(
         self,

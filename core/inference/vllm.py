@@ -12,13 +12,11 @@ Which server is asked, and what happens to a lost request, is core.rollout's.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.data.tokenizer import Tokenizer
 from core.inference.client import (
     Generation,
     LoadRefusedError,
@@ -29,7 +27,7 @@ from core.inference.client import (
     version_number,
 )
 from core.inference.connection import Connection, events
-from core.inference.question import answer
+from core.inference.question import Questions
 
 GENERATE = "/inference/v1/generate"
 _NAMES = {
@@ -62,8 +60,7 @@ class VLLMClient:
     ) -> None:
         self.url = url.rstrip("/")
         self._connection = Connection(url, token, timeout=timeout)
-        self._tokenizer_path = tokenizer_path
-        self._tokenizer: Tokenizer | None = None
+        self._questions = Questions(self, tokenizer_path)
         self._offer: Offer | None = None
         self._version: str | None = None
         self._loads = 0
@@ -72,11 +69,8 @@ class VLLMClient:
         self, prompt: dict[str, Any], max_new_tokens: int = 256, temperature: float = 1.0, **sampling: Any
     ) -> dict[str, Any]:
         """Answers a question about an image (`image_path`: a path, a list, or none) in the model's chat template."""
-        if self._tokenizer is None:
-            path = self._tokenizer_path or (await self.offer()).root
-            self._tokenizer = await asyncio.to_thread(Tokenizer, path)
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling}
-        return await answer(self, self._tokenizer, prompt, sampling)
+        return await self._questions.answer(prompt, sampling)
 
     async def generate_ids(
         self,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from core.config.rollout import Rollout
+from core.inference.belongings import ServerDirectory, unname_segments
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.ports import BLOCK, FIRST, take_block
 from core.inference.proxy import Proxy, RefusedError
@@ -23,6 +28,7 @@ from core.inference.vllm import GENERATE, VLLMClient
 from launcher.roles.training.disagreement import verdict
 from launcher.roles.training.parity import Gate, Parity, ParityError, summary
 from launcher.servers.recipes import RECIPES
+from tests.support.runs import ROOT, environment
 
 TOKEN = "secret"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,6 +56,48 @@ def test_a_block_with_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatc
         found = take_block()
         found.close()
         assert found.first != block.first
+
+
+def test_a_directory_goes_with_its_server_or_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = (
+        "import core.inference.belongings as its; print(its.ServerDirectory().path, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env={**environment(), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        (theirs / "http.sock").touch()
+        own = ServerDirectory()
+        assert theirs.parent == own.path.parent == tmp_path and theirs.exists(), "its holder lives"
+        own.remove()
+        other.kill()
+    assert theirs.exists(), "nobody was left to remove it"
+    again = ServerDirectory()
+    assert sorted(tmp_path.iterdir()) == [again.path]
+    again.remove()
+
+
+def test_only_what_the_server_maps_loses_its_name() -> None:
+    names = [f"/dev/shm/sglang_loads_{os.getpid()}_{number}.shm" for number in (1, 2)]
+    program = (
+        "import mmap, sys; f = open(sys.argv[1], 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); print()"
+    )
+    servers = []
+    try:
+        for name in names:
+            shell = f"{shlex.quote(sys.executable)} -c {shlex.quote(program + '; sys.stdin.read()')} {name}; true"
+            servers.append(subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert servers[-1].stdout.readline() == b"\n"
+        assert unname_segments(servers[0].pid) == [names[0]]
+        assert [Path(name).exists() for name in names] == [False, True] and servers[0].poll() is None
+        assert unname_segments(servers[0].pid) == []
+    finally:
+        for server in servers:
+            server.communicate()
+        Path(names[1]).unlink(missing_ok=True)
 
 
 @asynccontextmanager
