@@ -7,20 +7,25 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from core.config import load
 from core.data.images import encode_png
 from core.rpc.errors import RpcError
 from core.rpc.service import Call, Service, serve_in_thread
 from launcher.roles.training.exchange import TERM_GRACE_SECS, USR2_GRACE_SECS, Exchange, StopFlags, StopRequested
 from launcher.roles.training.periodic import Periodic
 from launcher.roles.training.services import Pixels, ServiceLostError, Services
+from launcher.roles.training.setup import choose_algorithms
 from tests.engine.scene import alone
 
 TOKEN = "t" * 64
+SMOKE = Path(__file__).resolve().parents[2] / "configs" / "smoke.yaml"
 
 
 def timer(epochs=None, steps=None, secs=None, per_epoch=10) -> Periodic:
@@ -157,3 +162,20 @@ def test_a_signal_is_a_flag_until_it_is_read(number, grace):
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def test_deterministic_algorithms_are_a_choice_of_the_configuration():
+    """An operation that has no deterministic form (put_, says torch's documentation) raises then, and else does not."""
+
+    def put() -> None:
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+
+    chosen = lambda *keys: choose_algorithms(load(SMOKE, [*keys]))  # noqa: E731
+    try:
+        chosen("deterministic=false")
+        put()
+        chosen("deterministic=false", "actor.archon.use_deterministic_algorithms=true")
+        with pytest.raises(RuntimeError, match="deterministic"):
+            put()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,3 +81,33 @@ def test_the_model_on_a_gpu(tmp_path: Path, rng: np.random.Generator, dtype: str
         assert a.grad is not None and b.grad is not None
         ours, theirs = a.grad.double().cpu(), b.grad
         assert (ours - theirs).norm() / theirs.norm() <= 3 * tolerance, name
+
+
+@pytest.fixture
+def deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic_algorithms")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_algorithms_give_the_same_bits(tmp_path: Path, rng: np.random.Generator, dtype: str) -> None:
+    path = saved(vlm(Shape(hidden=64, section=(2, 3, 3))).to(torch.bfloat16), tmp_path)
+    model = Qwen2Model(Qwen2ModelArgs.from_pretrained(path, dtype=dtype)).to("cuda")
+    documents = [document(rng, 5, (1, 40, 60), 700), document(rng, 1900), document(rng, 30, (1, 10, 12), 400)]
+    packed = pack(documents, pixels(rng, [g for d in documents for g in d.grids], torch.float64))
+    rows = torch.arange(605, 1300)
+    scoring = Scoring(rows, packed.input_ids_T[rows + 1], 0.8, (IMAGE, VIDEO), (2,), rows > 1290, True)
+    batch = replace(packed, scoring=scoring, visual_row_M=torch.arange(600 + 30)).to("cuda")
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        scores = model(batch).scores
+        assert scores is not None and scores.entropy_R is not None
+        (scores.logp_R.sum() + scores.entropy_R.sum()).backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([scores.logp_R.detach().clone(), *gradients])
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))

@@ -33,9 +33,11 @@ def measure(
     steps: int = 1,
     limits: Limits = LIMITS,
     lr: float = 1e-3,
+    deterministic: bool = False,
     **engine_settings: Any,
 ) -> dict[str, Any]:
     """Steps of AdamW: of the first loss, scores, norm, every gradient; at the end moments and weights."""
+    torch.use_deterministic_algorithms(deterministic)
     engine = make_engine(path, mesh, dtype=dtype, optimizer=ADAM, **engine_settings)
     gradients: list[dict[str, Tensor]] = []
     assert engine.optimizer is not None

@@ -42,28 +42,18 @@ LAYOUTS = {
     "dp2 cp2 tp2": Layout(Degrees(dp_shard=2, cp=2, tp=2)),
 }
 # one unit or a unit a layer, which ranks have images, checkpointing
-CASES: dict[str, dict[str, Any]] = {
-    "tied": {"model": "tied"},
-    "untied, a unit a layer, all recomputed, images on one rank": {
-        "model": "untied",
-        "one_unit": False,
-        "checkpointing": "full",
-        "images": "one",
-    },
-    "tied, a unit a layer, some recomputed, no images": {
-        "model": "tied",
-        "one_unit": False,
-        "checkpointing": "selective",
-        "images": "none",
-    },
-    "tied, a unit a layer, every second recomputed, tower frozen": {
-        "model": "tied",
+FEATURES: dict[str, dict[str, Any]] = {
+    "one unit": {},
+    "all recomputed, images on one rank": {"one_unit": False, "checkpointing": "full", "images": "one"},
+    "some recomputed, no images": {"one_unit": False, "checkpointing": "selective", "images": "none"},
+    "every second recomputed, tower frozen": {
         "one_unit": False,
         "checkpointing": "selective",
         "every": "2",
         "freeze_vision": True,
     },
 }
+CASES = {f"{head}, {name}": {"model": head, **case} for head in ("tied", "untied") for name, case in FEATURES.items()}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -109,6 +99,16 @@ def test_three_steps_in_float64_end_at_the_same_weights(
     chosen = {"path": checkpoints["tied"], "dtype": "float64", "steps": 3}
     found = pool.run(jobs.measure, layout.degrees, cp_style=layout.cp_style, **chosen)
     compare(found, one_process(**chosen), 1e-9, "loss", "grad_norm", "logp", "weights", "moments")
+
+
+@pytest.mark.parametrize("name", ["dp2 cp2 tp2", "cp2 tp2 allgather"])
+def test_layouts_run_on_deterministic_algorithms(pool: Pool, checkpoints: dict[str, Path], name: str) -> None:
+    """Twice the same bits; an operation without a deterministic form would raise."""
+    layout = LAYOUTS[name]
+    chosen = {"path": checkpoints["tied"], "one_unit": False, "cp_style": layout.cp_style, "deterministic": True}
+    first, second = (pool.run(jobs.measure, layout.degrees, **chosen) for _ in range(2))
+    for key in ("logp", "gradients", "moments"):
+        assert all(torch.equal(value, second[key][tensor]) for tensor, value in first[key].items())
 
 
 def test_whole_tensors_have_every_row(pool: Pool, checkpoints: dict[str, Path], one_process: Measure) -> None:

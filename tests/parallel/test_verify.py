@@ -49,3 +49,11 @@ def test_in_half_precision_a_layout_may_be_a_quarter_farther_than_one_process() 
     near = replace(NONE, logp_rms=0.012, entropy_rms=0.012, gradients_rms=0.049, loss=9e-4)
     assert judge(spec("bfloat16"), near, one) == ()
     assert len(judge(spec("bfloat16"), replace(near, gradients_rms=0.051, loss=2e-3), one)) == 2
+
+
+def test_in_half_precision_the_norm_must_be_that_of_the_layouts_own_gradients() -> None:
+    """Twice counted, say: how near the norm comes to float32's is chance, and not judged."""
+    one = replace(NONE, gradients_rms=0.04, grad_norm=1e-3)
+    assert judge(spec("bfloat16"), replace(one, grad_norm=3e-3, norm_gap=1e-7), one) == ()
+    (far,) = judge(spec("bfloat16"), replace(one, norm_gap=3e-4), one)
+    assert far.startswith("norm_gap 3.00e-04")

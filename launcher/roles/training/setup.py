@@ -64,13 +64,18 @@ def open_session(arguments: RoleArguments) -> Session:
     return session
 
 
+def choose_algorithms(config: configuration.Config) -> None:
+    """Deterministic ones for all of this process, where the configuration asks for them."""
+    if config.deterministic or config.actor.archon.use_deterministic_algorithms:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
+        torch.use_deterministic_algorithms(True)
+
+
 def session_on(mesh: Mesh, arguments: RoleArguments, config: configuration.Config) -> Session:
     """The model and everything around it on a mesh that is there."""
     exchange = Exchange(mesh)
     stop = StopFlags(exchange)
-    if config.deterministic or config.actor.archon.use_deterministic_algorithms:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-        torch.use_deterministic_algorithms(True)
+    choose_algorithms(config)
     torch.manual_seed(config.seed)
     cache = config.paths.cache
     engine, args = build_engine(config.actor, mesh, cache=cache, optimizer=config.actor.optimizer)
