@@ -1,13 +1,11 @@
-"""Copy, reduce, gather and scatter with gradients, over a group that the caller passes.
+"""Copies, gathers and scatters with gradients, over a group that the caller passes.
 
 Owns the pairs of communication that tensor parallelism needs, in Megatron's words; holds no group and no parameter.
 A group of None or of size 1 makes each of them the identity.
 
 | call           | forward        | backward       |
 | copy           | identity       | all-reduce     |
-| reduce         | all-reduce     | identity       |
 | gather         | all-gather     | take own slice |
-| scatter        | take own slice | all-gather     |
 | gather_sum     | all-gather     | reduce-scatter |
 | reduce_scatter | reduce-scatter | all-gather     |
 | swap           | all-to-all     | all-to-all     |
@@ -40,19 +38,9 @@ def copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x if group_size(group) == 1 else _apply(_Copy, x, group)
 
 
-def reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of every rank's partial values."""
-    return x if group_size(group) == 1 else _apply(_Reduce, x, group)
-
-
 def gather(x: Tensor, group: ProcessGroup | None, dim: int = -1) -> Tensor:
     """Slices of all ranks side by side along `dim`, used in the same way by every rank."""
     return x if group_size(group) == 1 else _apply(_Gather, x, group, dim)
-
-
-def scatter(x: Tensor, group: ProcessGroup | None, dim: int = -1) -> Tensor:
-    """This rank's slice along `dim` of values that every rank holds."""
-    return x if group_size(group) == 1 else _apply(_Scatter, x, group, dim)
 
 
 def gather_sum(x: Tensor, group: ProcessGroup | None, dim: int = 0) -> Tensor:
@@ -86,16 +74,6 @@ class _Copy(torch.autograd.Function):
         return _sum(grads[0], ctx.group), None
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -105,17 +83,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _own_slice(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_slice(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _concatenate(grads[0], ctx.group, ctx.dim), None, None
 
 
 class _GatherSum(torch.autograd.Function):

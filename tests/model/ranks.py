@@ -45,9 +45,7 @@ def moved(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[torch.Tensor, 
     """Output and input gradient of each collective; inputs and output gradients differ by rank."""
     calls: dict[str, Any] = {
         "copy": lambda x: collectives.copy(x, group),
-        "reduce": lambda x: collectives.reduce(x, group),
         "gather": lambda x: collectives.gather(x, group, dim=-1),
-        "scatter": lambda x: collectives.scatter(x, group, dim=-1),
         "gather_sum": lambda x: collectives.gather_sum(x, group, dim=0),
         "reduce_scatter": lambda x: collectives.reduce_scatter(x, group, dim=0),
     }
