@@ -15,11 +15,14 @@ from launcher.roles.arguments import parse
 from launcher.roles.training.exchange import StopRequested
 from launcher.roles.training.metrics import Record
 from launcher.roles.training.parity import ParityError
-from launcher.roles.training.rl import RLLoop
+from launcher.roles.training.recovery import ConfigChangedError
+from launcher.roles.training.rl import DivergedError, RLLoop
 from launcher.roles.training.setup import close_session, open_session
 from launcher.roles.training.sft import SFTLoop
 
 STOPPED = 3  # asked to stop before the end: not an error, and not finished
+FOR_GOOD = (ParityError, DivergedError, ConfigChangedError)
+"""Ranks that start again from the checkpoint would come to the same."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,5 +51,5 @@ if __name__ == "__main__":
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        status = CANNOT_GO_ON if isinstance(error, ParityError) else 1
+        status = CANNOT_GO_ON if isinstance(error, FOR_GOOD) else 1
         os._exit(status)  # threads of a broken process group would keep the interpreter from ending

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,6 +57,30 @@ def test_a_step_that_is_saved_again_replaces_itself(tmp_path, engine):
     save(tmp_path, 5, engine, place=2)
     assert checkpoints.load(tmp_path, engine, gather=gather).state["data"] == {"place": 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-5"]
+
+
+def test_training_goes_on_while_the_files_are_written_and_they_hold_what_was_staged(tmp_path, engine, checkpoint):
+    batch = make_batch(checkpoint)
+    policy_step(engine, batch, lr=1e-3)
+    before = {name: tensor.clone() for name, tensor in whole(engine).items()}
+    disk_is_free = threading.Event()
+
+    def when_the_disk_is_free(value: object) -> list:
+        assert disk_is_free.wait(60)
+        return [value]
+
+    staged = checkpoints.stage(1, engine, {"data": {}})
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(checkpoints.write, tmp_path, staged, keep=2, gather=when_the_disk_is_free, group=None)
+        for _ in range(2):
+            policy_step(engine, batch, lr=1e-3)
+        assert not writing.done() and not (tmp_path / "latest").exists()
+        disk_is_free.set()
+        writing.result(60)
+    again = make_engine(checkpoint, alone(), optimizer=ADAM)
+    assert checkpoints.load(tmp_path, again, gather=gather).step == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(again).items())
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in whole(engine).items())
 
 
 def damage_flip(path):

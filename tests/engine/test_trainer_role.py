@@ -24,6 +24,7 @@ from core.config import Config, load_text
 from core.data.pictures import write_pictures
 from core.rpc.service import Call, Service, serve_in_thread
 from core.telemetry.files import read_lines
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.plan import plan
 from launcher.run_dir import RunDir, run_dir_of
 from tests.engine.scene import make_checkpoint
@@ -208,7 +209,7 @@ def test_three_steps_that_are_not_finite_end_the_run_with_what_to_do(harness):
     run_dir = harness.run_dir("diverged", lr=1e36)
     process = harness.trainer(run_dir)
     try:
-        assert process.wait(timeout=DEADLINE) == 1, log_of(run_dir)
+        assert process.wait(timeout=DEADLINE) == CANNOT_GO_ON, log_of(run_dir)
     finally:
         process.kill()
     rows = steps_of(run_dir)

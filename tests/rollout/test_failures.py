@@ -173,6 +173,18 @@ def test_a_bad_row_is_void_and_the_next_one_moves_up(tmp_path: Path) -> None:
     driven(scenario, tmp_path, bad=[1])
 
 
+def test_bad_rows_one_after_the_other_stop_the_run_with_the_first(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        await run.publish(0)
+        status = await run.until(lambda s: s["fatal"], "four rows in a row")
+        assert status["fatal"]["message"].startswith("4 groups in a row void: bad row")
+        assert "rows.parquet:0: column answer is empty" in status["fatal"]["traceback"], "the first of them"
+        assert await run.exit == 1
+        assert [line["position"] for line in read_lines(tmp_path / "void.jsonl")] == [0, 1, 2, 3]
+
+    driven(scenario, tmp_path, "rollout.max_consecutive_failures=4", bad=range(12))
+
+
 def test_a_group_whose_prompt_ids_differ_is_void_and_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     async def scenario(run: Run) -> None:
         for server in run.servers:

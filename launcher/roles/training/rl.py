@@ -186,6 +186,7 @@ class RLLoop:
         what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
         self.record.note("warning", f"step {step} moved nothing: {what}")
         if self.progress.bad_steps >= BAD_STEPS_IN_A_ROW:
+            self.recovery.wait()  # the checkpoint that the replay begins with may still be being written
             batch = self.session.arguments.run_dir.batches / f"{step:06d}.safetensors"
             raise DivergedError(
                 f"{self.progress.bad_steps} steps in a row up to {step} were not finite ({what}); lower "
