@@ -78,9 +78,9 @@ class Run:
         )  # fmt: skip
         return Ended(done.returncode, done.stdout, done.stderr)
 
-    def submit(self) -> str:
+    def submit(self, *, emulate: bool = True) -> str:
         """The id of its job."""
-        said = self.launcher("submit", "--emulate", "--json", *self.words).expect()
+        said = self.launcher("submit", *(["--emulate"] if emulate else []), "--json", *self.words).expect()
         return str(json.loads(said.out)["jobs"][0])
 
     def status(self) -> dict[str, Any]:

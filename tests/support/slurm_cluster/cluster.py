@@ -83,7 +83,7 @@ class Cluster:
         self._spawn(["slurmctld"])
         for index in range(1, self.shape.nodes + 1):
             self.start_node(index)
-        until(self._all_idle, 90, "every node idle")
+        until(self.all_idle, 90, "every node idle")
         return self
 
     def _take_a_slot(self) -> None:
@@ -151,7 +151,7 @@ class Cluster:
                     found.append(process)
         return found
 
-    def _all_idle(self) -> bool:
+    def all_idle(self) -> bool:
         states = self.call("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split()
         return len(states) == self.shape.nodes and set(states) == {"idle"}
 
