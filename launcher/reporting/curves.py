@@ -58,7 +58,7 @@ def _grid(low: float, high: float, left: float, right: float, place: Callable[[P
     for value in ticks(low, high):
         _, y = place((left, value))
         parts.append(f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#e5e7eb'/>")
-        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{value:.4g}</text>")
+        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{value:,.6g}</text>")
     for value, anchor in ((left, "start"), (right, "end")):
         x, _ = place((value, low))
         parts.append(f"<text x='{x:.1f}' y='{HEIGHT - 8}' text-anchor='{anchor}'>{value:.6g}</text>")

@@ -12,7 +12,7 @@ from launcher.run_dir import RunDir
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#111827;margin:2rem auto;max-width:1180px;padding:0 1rem}
 h1{margin-bottom:0}h2{margin-top:2.2rem;border-bottom:1px solid #e5e7eb}
-.charts{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 480px}figure.wide{flex-basis:100%}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1rem}figure{margin:0}figure.wide{grid-column:1/-1}
 figcaption{font-weight:600}svg{width:100%;height:auto}svg text{font:11px system-ui;fill:#6b7280}
 .legend span{margin-right:1rem;white-space:nowrap}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
