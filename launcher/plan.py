@@ -15,7 +15,7 @@ from launcher.planning.change import get_value, with_value
 from launcher.planning.judge import judge
 from launcher.planning.known import cache_of, read_known
 from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
-from launcher.planning.limits import limit_warnings
+from launcher.planning.limits import exposure_warnings, limit_warnings
 from launcher.planning.memory import disk_bytes
 from launcher.planning.problem import PlanError, Problem
 from launcher.planning.suggestions import fits
@@ -64,7 +64,11 @@ def plan(
         device=device,
         emulate=emulate,
         swaps=list(swaps or ()),
-        warnings=[*limit_warnings(config, known), *slurm_warnings(config, judged.shape.kind)],
+        warnings=[
+            *limit_warnings(config, known),
+            *exposure_warnings(config, judged.allocation),
+            *slurm_warnings(config, judged.shape.kind),
+        ],
         partitions=judged.partitions,
         batch=judged.batch,
         memory=judged.memory,

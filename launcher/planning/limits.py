@@ -145,3 +145,14 @@ def limit_warnings(config: Config, known: Known) -> list[str]:
     if (timed.freq_steps or timed.freq_epochs or timed.freq_secs) and config.valid_dataset is None:
         warnings.append("evaluator is set but there is no valid_dataset: nothing is evaluated")
     return warnings
+
+
+def exposure_warnings(config: Config, allocation: Allocation | None) -> list[str]:
+    """vLLM listens on a unix socket of this user; SGLang cannot, and has no key that covers every route."""
+    server = next((each for each in allocation.components if each.is_inference), None) if allocation else None
+    if server is None or server.backend != "sglang" or config.scheduler.type == "local":
+        return []
+    if config.scheduler.type == "slurm" and config.slurm.of("inference").exclusive:
+        return []
+    cure = "slurm.exclusive=true keeps others off its nodes" if config.scheduler.type == "slurm" else "share no node"
+    return [f"sglang servers listen on loopback without a key: who else has a process on the node can ask them; {cure}"]

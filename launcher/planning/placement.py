@@ -48,10 +48,11 @@ def _too_large(allocation: Allocation, n_nodes: int, gpus_per_node: int) -> list
         within = each.dims.replica if each.is_inference else each.dims.t
         if within > gpus_per_node:
             what = "a server (t × p)" if each.is_inference else "a tensor-parallel group (t)"
+            why = "; one over several nodes is known but not built" if each.is_inference else ""
             problems.append(
                 Problem(
                     "allocation_mode",
-                    f"{what} of {within} GPUs does not fit in a node of {gpus_per_node} (cluster.n_gpus_per_node)",
+                    f"{what} of {within} GPUs does not fit in a node of {gpus_per_node} (cluster.n_gpus_per_node){why}",
                     pointer(allocation.text, *each.dims_span),
                     layout=True,
                 )

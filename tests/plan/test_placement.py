@@ -53,6 +53,7 @@ def test_servers_of_several_gpus_are_numbered_over_the_nodes() -> None:
 def test_a_server_larger_than_a_node_is_refused() -> None:
     _, problems = place(parse("sglang:t8+d8"), 4, 4, "cuda")
     assert "a server (t × p) of 8 GPUs does not fit in a node of 4" in problems[0].message
+    assert "one over several nodes is known but not built" in problems[0].message
     assert problems[0].pointer.splitlines()[1].index("^") == 4 + len("sglang:")
 
 

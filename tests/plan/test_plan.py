@@ -48,6 +48,16 @@ def test_the_recipe(recipe: Recipe) -> None:
     assert Plan.from_json(planned.to_json()) == planned
 
 
+def test_an_unlocked_server_on_a_shared_node_is_warned_of(recipe: Recipe) -> None:
+    def warned(*words: str) -> bool:
+        return any("without a key" in line for line in plan(recipe("scheduler.type=slurm", *words)).warnings)
+
+    assert warned("allocation_mode=sglang:d4+d4")
+    assert not warned("allocation_mode=sglang:d4+d4", "slurm.exclusive=true"), "nobody else is on its nodes"
+    assert not warned("allocation_mode=vllm:d4+d4"), "a unix socket in a private directory"
+    assert not warned("allocation_mode=sglang:d4+d4", "scheduler.type=local")
+
+
 @pytest.mark.parametrize(
     "layout", ["sglang:d2t2+d4", "sglang:d4+fsdp:d4", "sglang:d1p1t1+d4p1t1", "vllm:d2p2 + archon:d2"]
 )

@@ -86,6 +86,38 @@ def test_the_real_parser_takes_every_shape(parse: Parse, backend: str) -> None:
     assert control is not None
 
 
+def layouts(backend: str) -> list[tuple[str, str, int]]:
+    """(model, allocation, nodes of 8): the recipe's, and larger models cut over 2, 4 and 8 GPUs of a node."""
+    return [
+        ("3B", f"{backend}:d4p1t1+d4p1t1", 1),
+        ("7B", f"{backend}:d4t2+d8", 2),
+        ("7B", f"{backend}:d2t4+d8", 2),
+        ("32B", f"{backend}:d2t4+d4t8", 5),
+        ("32B", f"{backend}:d4t2+d4t8", 5),
+        ("32B", f"{backend}:d1t8+d4t8", 5),
+        ("72B", f"{backend}:d1t8+d8t8", 9),
+        ("72B", f"{backend}:d2t4+d8t8", 9),
+        ("72B", f"{backend}:d2p2t2+d8t8", 9),
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", HERE)
+def test_what_is_planned_is_what_the_real_parser_takes(parse: Parse, backend: str) -> None:
+    lines = []
+    for size, allocation, nodes in layouts(backend):
+        words = [f"actor.path=Qwen/Qwen2.5-VL-{size}-Instruct", f"allocation_mode={allocation}"]
+        config = recipe(*words, f"cluster.n_nodes={nodes}", "cluster.n_gpus_per_node=8", "scheduler.type=local")
+        part = plan(config).partition("inference")
+        assert part is not None
+        for node in part.nodes:
+            for server in node.servers:
+                assert len(server.gpus) == part.t * part.p
+                here = seat(tensor=part.t, pipeline=part.p)
+                lines.append(after_program(launch(backend, config, here)))
+    assert [said for said in parse(backend, lines) if said] == [] and len(lines) >= 20
+
+
 @pytest.mark.parametrize("backend", HERE)
 def test_the_lists_are_what_the_parser_of_that_version_has(backend: str) -> None:
     python = python_of(backend, configuration(Path("/models/m")), "cpu")
