@@ -11,7 +11,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 class Deadlines(Section):
     phase: Seconds = 300.0  # of a rank in any other phase; every micro-batch counts as progress
-    loading: Seconds = 1800.0  # from a rank's start until its weights and its checkpoint are loaded
+    loading: Seconds = 1800.0  # from a rank's start until its weights and its checkpoint are loaded; and its end
     publishing: Seconds = 900.0
     saving: Seconds = 1800.0
     pause: Seconds = 120.0  # a server that is told to pause or to resume
@@ -25,6 +25,7 @@ class Deadlines(Section):
         named = {
             "starting": self.loading,
             "loading": self.loading,
+            "done": self.loading,
             "publishing": self.publishing,
             "saving": self.saving,
         }

@@ -47,7 +47,12 @@ class Place:
 
 
 def start(place: Place, trial: str, *overrides: str, fault: str = "", timeout: float = 170) -> tuple[Ended, Path]:
-    words = [
+    return call(*words_of(place, trial, *overrides), fault=fault, timeout=timeout), place.root / "chaos" / trial
+
+
+def words_of(place: Place, trial: str, *overrides: str) -> list[str]:
+    """The smoke configuration with short deadlines, a checkpoint a step, and nothing outside of `place`."""
+    return [
         "run", "--emulate", "configs/smoke.yaml", "experiment_name=chaos", f"trial_name={trial}",
         f"cluster.fileroot={place.root}", f"paths.cache={place.root / 'cache'}", f"actor.path={place.models / 'tiny'}",
         f"train_dataset.path={place.models / 'pictures'}", f"valid_dataset.path={place.models / 'pictures'}",
@@ -57,7 +62,6 @@ def start(place: Place, trial: str, *overrides: str, fault: str = "", timeout: f
         f"deadlines.load={DEADLINE}", f"deadlines.service={DEADLINE}", f"deadlines.daemon={2 * DEADLINE}",
         f"rollout.reward_timeout={DEADLINE}", "watchdog_secs=60", *overrides,
     ]  # fmt: skip
-    return call(*words, fault=fault, timeout=timeout), place.root / "chaos" / trial
 
 
 def call(*words: str, fault: str = "", timeout: float = 170) -> Ended:
@@ -98,7 +102,19 @@ def break_and_mend(place: Place, cell: Cell) -> Path:
         ended = call("resume", str(run))
     assert ended.status == 0, f"{cell.name}: {ended.err[-4000:]}\n{log_tails(run)}"
     await_gone(run)
+    if cell.process.startswith("rank-") and cell.action == "stop":
+        check_named(run, cell)
     return run
+
+
+def check_named(run: Path, cell: Cell) -> None:
+    """The rank that was stuck, its phase, and where every thread of every rank stood."""
+    said = (run / "logs" / "1" / "training-0" / "daemon.log").read_text()
+    assert f"{cell.process} is stuck in phase " in said, said
+    assert "its process is stopped (SIGSTOP)" in said, said
+    for rank in range(cell.ranks):
+        log = (run / "logs" / "1" / "training-0" / f"rank-{rank}.log").read_text()
+        assert "most recent call first" in log, f"no stack of rank-{rank}:\n{log}"
 
 
 def outcome(run: Path, last: int = STEPS) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""No server is left: the run waits its deadline, saves the last step, and stops with the reason."""
+"""Nothing can be sampled any more: the last trained step is saved, and the run stops with the reason."""
 
 from __future__ import annotations
 
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.chaos.broken_runs import Place, start
-from tests.support.runs import launcher, log_tails, steps
+from tests.chaos.broken_runs import Place, start, words_of
+from tests.support.runs import ROOT, await_gone, command, environment, launcher, log_tails, steps
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,4 +37,33 @@ def test_a_reward_that_stops_the_run_costs_no_trained_step(tmp_path: Path) -> No
     assert "it turned bad" in ended.err
     trained = [record["step"] for record in steps(run)]
     assert trained and (run / "checkpoints" / f"step-{trained[-1]}").exists(), (trained, log_tails(run))
+    launcher("audit", str(run)).expect()
+
+
+def test_a_server_that_dies_at_every_start_costs_no_trained_step(tmp_path: Path) -> None:
+    """The only one: it is left out and named, and nothing is left to wait for."""
+    launcher("make-model", str(tmp_path / "tiny"), "--pictures", str(tmp_path / "pictures")).expect()
+    words = words_of(
+        Place(tmp_path, tmp_path), "dying", "valid_dataset=null", "recover.freq_steps=100", "total_train_steps=9999",
+        "total_train_epochs=999",
+    )  # fmt: skip
+    run = tmp_path / "chaos" / "dying"
+    process = subprocess.Popen(
+        command(*words), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 240
+    while process.poll() is None:
+        assert time.monotonic() < deadline, log_tails(run)
+        if len(steps(run)) >= 2:
+            for each in psutil.process_iter(["cmdline"]):
+                line = each.info["cmdline"] or []
+                if str(run) in line and line[1:4] == ["-P", "-m", "launcher.roles.embedded_server"]:
+                    each.kill()
+        time.sleep(0.1)
+    _, said = process.communicate()
+    assert process.returncode == 1, said
+    assert "server-0: died 3 times in a row, ended by SIGKILL" in said, said
+    await_gone(run)
+    trained = [record["step"] for record in steps(run)]
+    assert (run / "checkpoints" / f"step-{trained[-1]}").exists(), (trained, log_tails(run))
     launcher("audit", str(run)).expect()

@@ -40,6 +40,7 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict)  # sft: place in the data, phase
     bad_steps: int = 0  # in a row, up to `step`
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # asked for and not finished
+    has_images: bool = False  # some batch had
 
 
 class Recovery:
@@ -83,10 +84,8 @@ class Recovery:
         self.record.rewind(state.get("metrics_bytes", self.record.position()))
         self.saved_step = loaded.step
         lineage = [(int(version), int(generation)) for version, generation in state["lineage"]]
-        progress = Progress(
-            loaded.step, lineage, state["data"], state.get("bad_steps", 0), state.get("evaluations", [])
-        )
-        return progress, loaded.warnings
+        said = {name: state[name] for name in ("data", "bad_steps", "evaluations", "has_images") if name in state}
+        return Progress(loaded.step, lineage, **said), loaded.warnings
 
     def due(self, step: int) -> bool:
         """Rank 0's clock decides for all."""
@@ -101,6 +100,7 @@ class Recovery:
             "data": progress.data,
             "bad_steps": progress.bad_steps,
             "evaluations": progress.evaluations,
+            "has_images": progress.has_images,
             "rng": session.exchange.gather(get_rng()),
             "clocks": {name: timer.clock() for name, timer in self.timers.items()},
             "metrics_bytes": self.record.position(),

@@ -52,7 +52,6 @@ class RLLoop:
         self.progress = Progress()
         self.whole = True  # the weights are those of progress.step
         self.save_secs = 0.0  # of the saves behind the last step
-        self.has_images = False
 
     @property
     def evaluates(self) -> bool:
@@ -158,7 +157,7 @@ class RLLoop:
                 if packed.get("end"):
                     break
                 if reply is not None:
-                    self.has_images = self.has_images or any(row["images"] for row in reply["samples"])
+                    self.progress.has_images |= any(row["images"] for row in reply["samples"])
                 return read_index(packed), reply["stats"] if reply is not None else {}
         return None, {}
 
@@ -256,7 +255,7 @@ class RLLoop:
             self._wait_served(step)
             if self.session.is_first:
                 self.evaluations.start(step, hold=True)
-                if self.has_images:
+                if self.progress.has_images:
                     # the control: a model that looks at its images is lost when it is shown another prompt's
                     self.evaluations.start(step, name="valid-shuffled", hold=True, shuffle_images=True)
         self._finish_evaluations()
