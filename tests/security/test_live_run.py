@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from launcher.run_dir import RunDir
+from tests.support.other_user import as_nobody
 from tests.support.runs import await_gone, command, environment, launcher, log_tails
 
 pytestmark = pytest.mark.timeout(300)
-NOBODY = 65534
 ROUTES = {
     "GET": ["/status", "/metrics", "/registry", "/served", "/info", "/batches/1", "/prompts?n=1", "/model_info",
             "/images/" + "0" * 32, "/evaluations/x"],
@@ -75,30 +75,6 @@ def ports_of(living: Living) -> dict[int, str]:
                     assert connection.laddr.ip == "127.0.0.1", f"{role} listens on {connection.laddr}"
                     found[connection.laddr.port] = role
     return found
-
-
-def as_nobody(action: Any) -> Any:
-    """Its JSON result, from a process of another uid (of the same one where this is not root: then only the token
-    stands between them)."""
-    "localhost".encode("idna")  # the other user cannot read this Python's library: what it needs is loaded before
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            os.write(writer, json.dumps(action()).encode())
-        except BaseException as error:
-            os.write(writer, json.dumps({"failed": repr(error)}).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    return json.loads(said)
 
 
 def ask(port: int, method: str, path: str, headers: dict[str, str]) -> int | str:
