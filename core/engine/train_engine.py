@@ -106,6 +106,8 @@ class TrainEngine:
                 scale_gradients(self.parameters, limit / norm)
             self.optimizer.step(lr)
         self.zero_grad()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()  # else the update's time is counted where its result is first used
         return Update(value, norm, skipped, middle - start, time.perf_counter() - middle)
 
     def accumulate(

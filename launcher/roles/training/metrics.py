@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from core.rpc.service import Service, serve_in_thread
@@ -48,7 +49,8 @@ class Record:
         left = max(0, self.total_steps - values["step"])
         eta = left * sum(self._recent) / len(self._recent)
         self.progress.update(step=values["step"], version=values.get("version", values["step"]), eta_secs=eta)
-        self._append({**values, "time": time.time(), "rss_mb": rss_mb(), "eta_secs": eta})
+        memory = {"rss_mb": rss_mb(), **gpu_peak_mb()}
+        self._append({**values, "time": time.time(), **memory, "eta_secs": eta})
 
     def event(self, values: dict[str, Any]) -> None:
         """Appends any other record (eval, note)."""
@@ -121,6 +123,15 @@ def numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[prefix + name] = float(value)
     return found
+
+
+def gpu_peak_mb() -> dict[str, float]:
+    """The most that this process's tensors have taken since the last call."""
+    if not torch.cuda.is_initialized():
+        return {}
+    most = torch.cuda.max_memory_allocated() / (1 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    return {"gpu_peak_mb": most}
 
 
 def rss_mb() -> float:
