@@ -25,11 +25,16 @@ SITE = (
     "slurm.container_mounts=[/shared:/shared]", "slurm.srun_args=[--cpu-bind=none]", "slurm.chain=3",
     "recover.mode=auto",
 )  # fmt: skip
+CONTAINER = (
+    "slurm.container=apptainer", "slurm.container_image=/images/vlm.sif", "slurm.python=/opt/env/bin/python",
+    "slurm.container_mounts=[/shared:/shared,/scratch:/scratch:ro]", "slurm.training.modules=[apptainer/1.3]",
+)  # fmt: skip
 CASES = {
     "recipe_one_node": ("cluster.n_nodes=1",),
     "recipe_two_nodes": ("cluster.n_nodes=2", "allocation_mode=vllm:d8p1t1+d8p1t1"),
     "large": ("cluster.n_nodes=12", "allocation_mode=sglang:d16t2+archon:d8t4c2"),
     "partial_nodes": ("cluster.n_nodes=1", "allocation_mode=vllm:d2+d2"),
+    "apptainer": ("cluster.n_nodes=2", "allocation_mode=vllm:d8+d8", *CONTAINER),
     "every_option": ("cluster.n_nodes=2", "allocation_mode=vllm:d8+d8", *SITE),
 }
 

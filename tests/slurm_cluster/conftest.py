@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import tempfile
@@ -49,6 +50,7 @@ class Run:
     overrides: list[str] = field(default_factory=list)
     where: Path = ROOT
     place: Path | None = None
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def root(self) -> Path:
@@ -71,7 +73,7 @@ class Run:
         ]  # fmt: skip
 
     def launcher(self, *arguments: str, timeout: float = 100) -> Ended:
-        extra = {"SLURM_CONF": self.cluster.environment["SLURM_CONF"]}
+        extra = {"SLURM_CONF": self.cluster.environment["SLURM_CONF"], **self.env}
         done = subprocess.run(
             command(*arguments), cwd=self.where, env=environment(extra), capture_output=True, text=True,
             timeout=timeout, check=False,
@@ -140,7 +142,8 @@ def run(
     made: list[Run] = []
 
     def start(*overrides: str, name: str = "") -> Run:
-        trial = f"{request.node.name.removeprefix('test_')[:40]}{name}".replace("[", "-").replace("]", "")
+        words = request.node.name.removeprefix("test_")
+        trial = f"{words.partition('[')[0][:30]}-{hashlib.sha256(words.encode()).hexdigest()[:6]}{name}"
         made.append(Run(cluster, shared, trial, list(overrides)))
         return made[-1]
 

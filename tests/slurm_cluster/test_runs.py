@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -45,11 +49,24 @@ def test_a_hetjob_over_two_nodes_from_submit_to_report(run: Start) -> None:
     assert states == ["COMPLETED", "COMPLETED"]
 
 
-def test_two_and_two_nodes_and_one_job_of_two_steps_beside_them(run: Start) -> None:
-    """Four nodes for the hetjob; the other waits for one of them, asks for partial nodes and shares it in two steps."""
+@pytest.fixture
+def apptainer(tmp_path: Path) -> Path:
+    """Stands in for the program: takes its words, and runs what follows the image where it is."""
+    made = tmp_path / "apptainer"
+    made.write_text('#!/bin/bash\n[ "$1" = exec ] || exit 9\nwhile [ "$1" != /image.sif ]; do shift; done\n"${@:2}"\n')
+    made.chmod(0o755)
+    return made
+
+
+def test_two_and_two_nodes_and_one_job_of_two_steps_beside_them(run: Start, apptainer: Path) -> None:
+    """Four nodes for the hetjob; the other waits for one of them, asks for partial nodes and shares it in two steps,
+    each in a container.
+    """
     wide = run("allocation_mode=embedded:d2+archon:d2", "cluster.n_nodes=4", "total_train_steps=2", name="-wide")
     wide.submit()
-    narrow = run("cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "total_train_steps=2", name="-narrow")
+    container = ("slurm.container=apptainer", "slurm.container_image=/image.sif", "slurm.container_mounts=[/tmp:/tmp]")
+    narrow = run("cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "total_train_steps=2", *container, name="-narrow")
+    narrow.env = {"PATH": f"{apptainer.parent}:{os.environ['PATH']}"}
     leader = narrow.submit()
     assert wide.await_phase("done").attempt == 1
     assert narrow.await_phase("done").attempt == 1
@@ -68,6 +85,15 @@ def test_two_and_two_nodes_and_one_job_of_two_steps_beside_them(run: Start) -> N
     assert sum(".0|" in line or ".1|" in line for line in steps) == 2
 
 
+@contextlib.contextmanager
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """Somebody else's process, named like one of a run's own."""
+    words = ["bash", "-c", "exec -a 'python -P -m launcher.roles.embedded_server' sleep 300"]
+    with subprocess.Popen(words) as process:
+        yield process
+        process.kill()
+
+
 def test_cancel_while_pending_and_while_running(run: Start) -> None:
     first = run("total_train_steps=200", "total_train_epochs=50", name="-first")
     with first.cluster.drained("3-4"):
@@ -84,7 +110,9 @@ def test_cancel_while_pending_and_while_running(run: Start) -> None:
         until(lambda: not waiting.cluster.call("squeue", "-h", "-j", job, check=False), 20, "gone from the queue")
         assert waiting.status()["verdict"] == "cancelled"
 
-        assert "cancelled" in first.launcher("cancel", str(first.root)).expect().out
+        with stranger() as theirs:
+            assert "cancelled" in first.launcher("cancel", str(first.root)).expect().out
+            assert theirs.poll() is None, "a process was ended for its name"
         assert first.state.phase == "cancelled"
         first.await_out_of_queue()
         first.nothing_left()

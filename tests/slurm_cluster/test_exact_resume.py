@@ -1,0 +1,129 @@
+"""A run that the cluster breaks off is, in the end, the run that nobody touched: bit for bit, and every prompt once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.slurm_cluster.conftest import Run
+from tests.support.runs import lines
+from tests.support.slurm_cluster.cluster import Cluster, until
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("exact")]
+Start = Callable[..., Run]
+STEPS = 8
+EXACT = (
+    f"total_train_steps={STEPS}", "total_train_epochs=50", f"saver.freq_steps={STEPS}", "deterministic=true",
+    "rollout.max_head_offpolicyness=0",
+)  # fmt: skip
+SLOW = """import time
+from configs.spread_reward import spread
+def slow(*args, **row):
+    time.sleep(0.2)
+    return spread(*args, **row)
+def slower(*args, **row):
+    time.sleep(0.7)
+    return spread(*args, **row)
+"""
+"""The same scores, late: the cluster has time to break in."""
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, shared: Path) -> Iterator[Run]:
+    made = Run(cluster, shared, "whole", list(EXACT))
+    made.submit()
+    made.await_phase("done")
+    yield made
+    made.nothing_left()
+
+
+@pytest.fixture
+def broken(run: Start, tmp_path: Path) -> Start:
+    (tmp_path / "late.py").write_text(SLOW)
+
+    def start(*overrides: str) -> Run:
+        made = run(*EXACT, *overrides)
+        made.where = tmp_path
+        return made
+
+    return start
+
+
+def assert_same(broken: Run, whole: Run) -> None:
+    """Weights, groups and their order; and `audit` finds every prompt trained once."""
+    assert [record["step"] for record in broken.steps if record["step"] > 0][-1] == STEPS
+    broken.launcher("audit", str(broken.root)).expect()
+    places = trained_places(broken)
+    assert sorted(places) == sorted(set(places)) == sorted(trained_places(whole))
+    mine, other = (load_file(_weights(each)) for each in (broken, whole))
+    assert mine.keys() == other.keys()
+    assert all(mine[name].equal(other[name]) for name in mine)
+    broken.await_out_of_queue()
+    broken.nothing_left()
+
+
+def trained_places(run: Run) -> list[tuple[int, int]]:
+    """Epoch and position of every group, in the order of the index; each stands there once if it was trained once."""
+    return [(group["epoch"], group["position"]) for group in lines(run.root / "rollouts" / "index.jsonl")]
+
+
+def _weights(run: Run) -> Path:
+    return next((run.root / "hub" / f"step-{STEPS}").glob("*.safetensors"))
+
+
+def requeues(run: Run, leader: str) -> int:
+    return (run.root / "submitit" / f"{leader}.out").read_text().count("is requeued\n")
+
+
+def test_preemption_by_a_higher_partition(broken: Start, whole: Run) -> None:
+    job = broken("reward=late:slow")
+    leader = job.submit()
+    job.await_step(2)
+    nodes = job.cluster.call("squeue", "-h", "-j", leader, "-o", "%N").split()
+    words = ["sbatch", "--parsable", "-p", "high", "-w", ",".join(nodes), "-N", str(len(nodes)), "--exclusive"]
+    high = job.cluster.call(*words, "--mem=100", "-t", "5", "--output=/dev/null", "--wrap", "sleep 300")
+    until(lambda: job.cluster.call("squeue", "-h", "-j", high, "-o", "%T") == "RUNNING", 90, "the higher job runs")
+    assert job.state.phase == "preempted"
+    assert job.status()["verdict"] == "pending"
+    job.cluster.call("scancel", high)
+    job.await_attempt(2)
+    assert job.await_phase("done").attempt == 2
+    assert_same(job, whole)
+
+
+def test_a_time_limit_under_ten_minutes_asks_for_one_requeue(broken: Start, whole: Run) -> None:
+    """submitit#1656: with a limit under 10 minutes its own environment takes every USR2 for a timeout."""
+    job = broken("reward=late:slower", "slurm.time=1", "slurm.signal_lead_secs=15")
+    leader = job.submit()
+    job.await_attempt(2, 150)
+    attempts = job.await_phase("done", seconds=240).attempt
+    assert requeues(job, leader) == attempts - 1 >= 1
+    assert_same(job, whole)
+
+
+def test_the_lead_daemons_node_is_lost(broken: Start, whole: Run) -> None:
+    """Everything on it dies and nobody answers for it, long before Slurm says so; who lost it writes it down."""
+    job = broken("reward=late:slow")
+    leader = job.submit()
+    job.await_step(2)
+    host = job.cluster.call("squeue", "-h", "-j", f"{leader}+1", "-o", "%N")
+    index = job.cluster.shape.names.index(host) + 1
+    began = time.monotonic()
+    job.cluster.kill_node(index)
+    try:
+        until(lambda: job.state.error is not None, 60, "the loss is written down")
+        noticed = time.monotonic() - began
+        text = job.launcher("status", str(job.root)).expect().out
+        assert f"daemon of training-0: on {host}: its registry is lost" in text
+        assert noticed <= 45, noticed
+        until(lambda: requeues(job, leader) == 1, 60, "the job asks for one requeue")
+        job.cluster.notice_lost_node(index)
+        job.await_attempt(2)
+    finally:
+        job.cluster.start_node(index)
+    assert job.await_phase("done", seconds=180).attempt == 2
+    assert_same(job, whole)

@@ -1,0 +1,78 @@
+"""Daemons and nodes that are gone: named in `status` with their machine, in time; the job does not hold its nodes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.slurm_cluster.conftest import Run
+from tests.support.slurm_cluster.cluster import until
+
+pytestmark = pytest.mark.timeout(300)
+Start = Callable[..., Run]
+LONG = ("total_train_steps=400", "total_train_epochs=200")
+
+
+def daemon_of(run: Run, node: str) -> psutil.Process:
+    """The task that is this node's daemon."""
+    partition, _, index = node.rpartition("-")
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "submitit.core._submit" in words and str(run.root / "submitit") in words:
+            variables = process.environ()
+            if variables.get("VLM_RL_COMPONENT") == partition and variables.get("SLURM_PROCID") == index:
+                return process
+    raise AssertionError(f"no daemon of {node}")
+
+
+@pytest.mark.parametrize("node", ["inference-0", "training-0"])
+def test_a_killed_daemon_is_named_within_ten_seconds_and_ends_the_job(run: Start, node: str) -> None:
+    """prime-rl#2574, NeMo-RL#1019: one component dies and the job holds its nodes."""
+    job = run(*LONG, "slurm.requeue=false")
+    job.submit()
+    job.await_step(1)
+    daemon = daemon_of(job, node)
+    began = time.monotonic()
+    daemon.send_signal(signal.SIGKILL)
+    until(lambda: job.state.error is not None, 30, "the loss is written down")
+    assert time.monotonic() - began <= 10
+    assert job.state.error is not None and job.state.error.process == f"daemon of {node}"
+    job.await_phase("failed")
+    assert f"daemon of {node}" in job.launcher("status", str(job.root)).expect().out
+    job.await_out_of_queue()
+    job.nothing_left()
+
+
+def test_a_lost_node_is_named_within_45_seconds_although_srun_returned_0(run: Start) -> None:
+    """With --no-kill the job outlives the node, its step ends with 0, and only the heartbeat tells; the next attempt
+    goes on without that node.
+    """
+    job = run("allocation_mode=embedded:d2+archon:d1", "cluster.n_nodes=3", *LONG, "slurm.options.no-kill=true")
+    leader = job.submit()
+    job.await_step(2)
+    host = job.cluster.call("squeue", "-h", "-j", f"{leader}+0", "-o", "%N")
+    hosts = job.cluster.call("scontrol", "show", "hostnames", host).split()
+    index = job.cluster.shape.names.index(hosts[1]) + 1
+    began = time.monotonic()
+    job.cluster.kill_node(index)
+    try:
+        job.cluster.notice_lost_node(index)
+        until(lambda: job.state.error is not None, 60, "the loss is written down")
+        noticed = time.monotonic() - began
+        text = job.launcher("status", str(job.root)).expect().out
+        assert f"daemon of inference-1: on {hosts[1]}: no heartbeat for" in text
+        assert noticed <= 45, noticed
+        job.await_attempt(2)
+        before = len(job.steps)
+        job.await_step(before + 1)
+    finally:
+        job.cluster.start_node(index)
+    assert "inference 0" in (job.root / "submitit" / f"{leader}.out").read_text()
+    job.launcher("cancel", str(job.root)).expect()
+    job.launcher("audit", str(job.root)).expect()
+    job.await_out_of_queue()
+    job.nothing_left()
