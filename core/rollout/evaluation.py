@@ -57,10 +57,19 @@ class Evaluation:
     error: str | None = None
     secs: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    _result: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
-        if not self.done.is_set():
-            return {"done": False, "rows": len(self.samples)}
+        return self._result if self.done.is_set() else {"done": False, "rows": len(self.samples)}
+
+    def finish(self) -> None:
+        """Only what was counted is kept: a long run has many evaluations."""
+        self.secs = time.monotonic() - self.started
+        self._result = self._counted()
+        self.samples.clear()
+        self.done.set()
+
+    def _counted(self) -> dict[str, Any]:
         versions = np.concatenate([sample.versions for sample in self.samples]) if self.samples else np.zeros(0)
         failed = sum(self.failed.values())
         rows = len(self.samples) + failed
@@ -135,8 +144,7 @@ class Evaluations:
         finally:
             if held:
                 self._updates.release_hold()
-            evaluation.secs = time.monotonic() - evaluation.started
-            evaluation.done.set()
+            evaluation.finish()
 
     async def _prompts(self, evaluation: Evaluation) -> list[Prompt]:
         source = PromptSource(self._data, evaluation.request.split, {"epoch": 0, "position": 0}, ahead=_AHEAD)

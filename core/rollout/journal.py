@@ -1,7 +1,7 @@
 """What the rollout service has on disk: logged batches with their images, one line per group, void lines, last publish.
 
 Owns these files and their order of writing (images, batch synced, index lines); what they mean for admission is the
-collector's business. Only the service writes them, from one thread at a time.
+collector's business. Only the service writes them; a batch may be written while older ones are removed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,8 @@ class Journal:
     """(epoch, position) of every void line."""
     _images_of: dict[int, set[str]] = field(default_factory=dict)
     _indexed: set[tuple[int, str]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of the two above."""
 
     def open(self) -> None:
         """Reads what is there; torn temporary files of a killed writer go."""
@@ -93,11 +96,13 @@ class Journal:
         """Synced when it returns. The index lines follow the batch; restore_index makes up for those torn off."""
         samples = [sample for group in groups for sample in group.samples]
         hashes = sorted({image.hash for sample in samples for image in sample.images})
+        with self._lock:
+            self._images_of[step] = set(hashes)  # first: what is there already must not be removed with an old batch
         self._write_images({name: pngs[name] for name in hashes if name in pngs})
         body = encode_samples(samples, {**header, "step": step, "images": hashes})
         write_atomic(self.path(step), body)
-        self._images_of[step] = set(hashes)
-        self._write_index(step, samples, header)
+        with self._lock:
+            self._write_index(step, samples, header)
 
     def _write_images(self, pngs: Mapping[str, bytes]) -> None:
         """Those that are not there yet, synced side by side: a file system commits many as fast as one."""
@@ -161,14 +166,15 @@ class Journal:
             append_line(self.void, dict(record))
 
     def retain(self, oldest_step: int) -> None:
-        """Removes batches before `oldest_step`, and the images that only they show."""
-        for step in self.steps():
-            if step < oldest_step:
-                self.path(step).unlink(missing_ok=True)
-                gone = self._images_of.pop(step, set())
-                kept: set[str] = set().union(*self._images_of.values())
-                for name in gone - kept:
-                    (self.images / f"{name}.png").unlink(missing_ok=True)
+        """Removes batches before `oldest_step`, and the images that only they show; none of them is formed again."""
+        gone = [step for step in self.steps() if step < oldest_step]
+        for step in gone:
+            self.path(step).unlink(missing_ok=True)
+        with self._lock:
+            self._indexed = {(step, group) for step, group in self._indexed if step >= oldest_step}
+            shown = set[str]().union(*(self._images_of.pop(step, set()) for step in gone))
+            for name in shown.difference(*self._images_of.values()):
+                (self.images / f"{name}.png").unlink(missing_ok=True)
 
     def _write_index(self, step: int, samples: Sequence[Sample], header: Mapping[str, Any]) -> None:
         by_group: dict[str, list[Sample]] = {}

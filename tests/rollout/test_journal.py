@@ -88,6 +88,22 @@ def test_a_shared_image_stays_until_the_last_batch_that_shows_it_goes(tmp_path: 
         journal.read_batch(1)
 
 
+def test_an_image_is_not_removed_with_an_old_batch_while_a_new_one_is_written(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    write(journal, 1, "a")
+
+    class Pngs(dict[str, bytes]):
+        """The trainer has saved a checkpoint just when the images are looked at."""
+
+        def __getitem__(self, name: str) -> bytes:
+            journal.retain(2)
+            return super().__getitem__(name)
+
+    header = {"cursor_after": {"epoch": 1, "position": 0}, "stats": {}}
+    journal.write_batch(2, [group(20, "a")], header, Pngs(a=b"a"))
+    assert (tmp_path / "images" / "a.png").exists()
+
+
 def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     write(journal, 1, "a")
