@@ -13,7 +13,7 @@ from launcher.find_run import find_run
 from launcher.liveness import Liveness, look
 from launcher.node.log_tail import TRACEBACK, last_error, tail
 from launcher.node.state import RunError, State
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm.queue import JobView
 from launcher.slurm.states import Fate

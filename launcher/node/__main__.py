@@ -16,7 +16,7 @@ from launcher.node.daemon import Daemon, Settings
 from launcher.node.local_dir import local_root
 from launcher.node.specs import LOOPBACK, ROLES, NodeContext
 from launcher.node.state import processes_lock
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from launcher.node.state import Phase, RunError
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 
 SERVICES = ("data", "rollout", "trainer")
 PHASE = "phase"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.node.book import Book, keys, node_names
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 
 CLOSING_SECS = 5.0
 LISTEN_SECS = 0.5

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from launcher.plan import Node, Plan
+from launcher.planning.layout import Node, Plan
 from launcher.run_dir import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -23,8 +23,8 @@ from core.data.rows import Rows, RowsError, split_files
 from core.data.service import DataService, Split
 from core.data.tokenizer import Tokenizer
 from core.rpc.service import Service
-from launcher.plan import Plan
 from launcher.planning.known import TRAIN_FILES, VALID_FILES
+from launcher.planning.layout import Plan
 from launcher.roles import arguments
 
 

@@ -18,7 +18,7 @@ from core.config import Config, load
 from core.data.hub import resolve
 from core.inference.embedded.assembly import assemble
 from core.inference.embedded.server import EmbeddedServer
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 from launcher.roles import arguments
 from models.archon.registry import family_of
 

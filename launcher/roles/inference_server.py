@@ -16,7 +16,7 @@ from core.config import Config, load
 from core.data.hub import resolve
 from core.inference.commands import Seat, launch
 from core.inference.process import NotReadyError, ServerProcess, Wanted
-from launcher.plan import Partition, Plan
+from launcher.planning.layout import Partition, Plan
 from launcher.roles import arguments
 from launcher.servers.environment import python_of
 

@@ -18,7 +18,7 @@ from core.rollout.service import Routes
 from core.rollout.session import Places, Session
 from core.rpc.service import Service
 from launcher.node.specs import CANNOT_GO_ON
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 from launcher.roles import arguments
 from launcher.roles.data import longest_prompt
 

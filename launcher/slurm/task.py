@@ -18,7 +18,7 @@ from core.config import Config, load
 from launcher.node import __main__ as node_daemon
 from launcher.node.book import node_names
 from launcher.node.state import read_state
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm import preflight
 from launcher.slurm.interface import Interface, choose

@@ -19,7 +19,7 @@ from core.engine.documents import TokenRules
 from core.engine.microbatch import Limits
 from core.engine.train_engine import TrainEngine
 from core.parallel.mesh import Degrees, Mesh, build_mesh, join
-from launcher.plan import Plan
+from launcher.planning.layout import Plan
 from launcher.roles.arguments import RoleArguments
 from launcher.roles.training.exchange import Exchange, StopFlags
 from launcher.roles.training.services import Pixels, Services
