@@ -86,6 +86,9 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
     if found.answer is not None:
         for name, child in found.answer["children"].items():
             lines.append(f"  {name:<12} {child['state']:<9} {child['url']}")
+        for server in found.answer.get("servers", []):
+            if server["name"] not in found.answer["children"]:  # on another node
+                lines.append(f"  {server['name']:<12} {server['state']:<9} {server['url']}")
         for name, said in found.answer["services"].items():
             lines.append(f"  {name}: {said if isinstance(said, str) else _short(said)}")
     error = error_of(run_dir, found)

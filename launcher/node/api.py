@@ -66,6 +66,7 @@ class Api:
             "generation": self.daemon.ranks.generation,
             "children": children,
             "services": self.daemon.lead.statuses if self.daemon.lead else {},
+            "servers": self._registry()["servers"] if self.daemon.lead else [],
         }
 
     def metrics(self) -> dict[str, float]:
@@ -88,6 +89,9 @@ class Api:
         return {}
 
     async def registry(self, call: Call) -> Reply:
+        return self._registry()
+
+    def _registry(self) -> dict[str, Any]:
         return registry_reply(self.daemon.ledger.book, node_names(self.daemon.context.plan), self.phase)
 
     async def fetch(self, call: Call) -> Reply:

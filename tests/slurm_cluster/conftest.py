@@ -98,6 +98,10 @@ class Run:
     def steps(self) -> list[dict[str, Any]]:
         return steps(self.root)
 
+    def host_of(self, node: str) -> str:
+        """Of its first attempt."""
+        return str(json.loads((self.root / "logs" / "1" / "preflight" / f"{node}.json").read_text())["host"])
+
     def await_step(self, number: int, seconds: float = 90) -> None:
         self._until(lambda: len(self.steps) >= number, seconds, f"step {number} of {self.trial}")
 

@@ -110,7 +110,7 @@ def test_the_lead_daemons_node_is_lost(broken: Start, whole: Run) -> None:
     job = broken("reward=late:slow")
     leader = job.submit()
     job.await_step(2)
-    host = job.cluster.call("squeue", "-h", "-j", f"{leader}+1", "-o", "%N")
+    host = job.host_of("training-0")
     index = job.cluster.shape.names.index(host) + 1
     began = time.monotonic()
     job.cluster.kill_node(index)

@@ -54,9 +54,8 @@ def test_a_lost_node_is_named_within_45_seconds_although_srun_returned_0(run: St
     job = run("allocation_mode=embedded:d2+archon:d1", "cluster.n_nodes=3", *LONG, "slurm.options.no-kill=true")
     leader = job.submit()
     job.await_step(2)
-    host = job.cluster.call("squeue", "-h", "-j", f"{leader}+0", "-o", "%N")
-    hosts = job.cluster.call("scontrol", "show", "hostnames", host).split()
-    index = job.cluster.shape.names.index(hosts[1]) + 1
+    host = job.host_of("inference-1")
+    index = job.cluster.shape.names.index(host) + 1
     began = time.monotonic()
     job.cluster.kill_node(index)
     try:
@@ -64,7 +63,7 @@ def test_a_lost_node_is_named_within_45_seconds_although_srun_returned_0(run: St
         until(lambda: job.state.error is not None, 60, "the loss is written down")
         noticed = time.monotonic() - began
         text = job.launcher("status", str(job.root)).expect().out
-        assert f"daemon of inference-1: on {hosts[1]}: no heartbeat for" in text
+        assert f"daemon of inference-1: on {host}: no heartbeat for" in text
         assert noticed <= 45, noticed
         job.await_attempt(2)
         before = len(job.steps)

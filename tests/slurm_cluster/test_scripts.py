@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,21 +77,37 @@ def send(run: Run, template: str, sizes: tuple[tuple[str, str], ...], folder: Pa
     return done.stdout.strip().split(";")[0]
 
 
-def test_a_template_starts_the_same_daemons(run: Callable[..., Run], tmp_path: Path) -> None:
-    job = run("total_train_steps=2")
+WHOLE_NODE = "--gres=gpu:8 --cpus-per-task=64 --mem=512G"
+
+
+def test_the_templates_of_training_run_to_their_end(run: Callable[..., Run], tmp_path: Path) -> None:
+    """They start the same daemons; side by side, since one waits for what the other does not need."""
+    het, one = run("total_train_steps=2", name="-het"), run("total_train_steps=2", name="-one")
     small = (("--gres=gpu:8 --cpus-per-task=32 --mem=256G", "--gres=gpu:1 --cpus-per-task=4 --mem=4G"),)
-    send(job, "grpo_hetjob", (*small, ("CPUS=(32 32)", "CPUS=(4 4)")), tmp_path)
-    assert job.await_phase("done").attempt == 1
-    assert [each["step"] for each in job.steps] == [1, 2]
-    assert job.status()["verdict"] == "done"
-    job.await_out_of_queue()
-    job.nothing_left()
+    send(het, "grpo_hetjob", (*small, ("CPUS=(32 32)", "CPUS=(4 4)")), tmp_path)
+    halves = ("--gres=gpu:4 --mem=256G", "--gres=gpu:1 --mem=4G")
+    node = (WHOLE_NODE, "--gres=gpu:2 --cpus-per-task=8 --mem=8G")
+    leader = send(
+        one, "one_node", (node, ("CPUS=(32 32)", "CPUS=(4 4)"), halves), tmp_path, "cluster.n_gpus_per_node=2"
+    )
+    for job in (het, one):
+        assert job.await_phase("done").attempt == 1
+        assert [each["step"] for each in job.steps] == [1, 2]
+        assert job.status()["verdict"] == "done"
+        job.await_out_of_queue()
+        job.nothing_left()
+    records = [json.loads(path.read_text()) for path in one.root.glob("logs/1/preflight/*.json")]
+    assert len({record["host"] for record in records}) == 1 and len(records) == 2
+    given = [gpu["name"] for record in records for gpu in record["gpus"]]
+    assert len(given) == len(set(given)) == 2, "each step has a GPU of its own"
+    states = one.cluster.call("sacct", "-n", "-X", "-P", "-o", "State", "-j", leader)
+    assert states == "COMPLETED"
 
 
 def test_servers_alone_on_several_nodes(run: Callable[..., Run], tmp_path: Path) -> None:
     job = run()
     sizes = (
-        ("--gres=gpu:8 --cpus-per-task=64 --mem=512G", "--gres=gpu:1 --cpus-per-task=4 --mem=4G"),
+        (WHOLE_NODE, "--gres=gpu:1 --cpus-per-task=4 --mem=4G"),
         ("CPUS=(64)", "CPUS=(4)"),
         ("--gres=gpu:8 --mem=512G", "--gres=gpu:1 --mem=4G"),
     )
@@ -100,7 +117,13 @@ def test_servers_alone_on_several_nodes(run: Callable[..., Run], tmp_path: Path)
     up = lambda: [each for each in client.get("/registry")["servers"] if each["state"] == "up"]  # noqa: E731
     until(lambda: len(up()) == 2, 90, "both servers are up", poll=0.5)
     assert len({each["url"].split(":")[1] for each in up()}) == 2, "an address of its own on each node"
-    assert leader in job.launcher("status", str(job.root)).expect().out
+    said = job.launcher("status", str(job.root)).expect().out
+    assert leader in said and all(each["url"] in said for each in up()), "status says where they answer"
+    for each in up():
+        server = Client(each["url"], job.run_dir.read_token(), timeout=60)
+        answer = server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}})
+        assert len(answer["output_ids"]) >= 1
+        server.close()
     assert "cancelled" in job.launcher("cancel", str(job.root)).expect().out
     job.await_out_of_queue()
     job.nothing_left()
