@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import UserDict
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +93,15 @@ def test_an_image_is_not_removed_with_an_old_batch_while_a_new_one_is_written(tm
     journal = journal_in(tmp_path)
     write(journal, 1, "a")
 
-    class Pngs(dict[str, bytes]):
-        """The trainer has saved a checkpoint just when the images are looked at."""
+    class Header(UserDict[str, object]):
+        """Read when the images are there: just then the trainer has saved a checkpoint."""
 
-        def __getitem__(self, name: str) -> bytes:
+        def __getitem__(self, name: str) -> object:
             journal.retain(2)
             return super().__getitem__(name)
 
-    header = {"cursor_after": {"epoch": 1, "position": 0}, "stats": {}}
-    journal.write_batch(2, [group(20, "a")], header, Pngs(a=b"a"))
+    header = Header(cursor_after={"epoch": 1, "position": 0}, stats={})
+    journal.write_batch(2, [group(20, "a")], header, {"a": b"a"})
     assert (tmp_path / "images" / "a.png").exists()
 
 
