@@ -90,6 +90,11 @@ class SGLangClient:
     async def model_info(self, *, timeout: float = 30.0) -> dict[str, Any]:
         return await self._connection.get("/model_info", timeout=timeout)
 
+    async def capacity(self, *, timeout: float = 30.0) -> int | None:
+        """Requests that it runs at once, as its memory allows."""
+        states = (await self._connection.get("/server_info", timeout=timeout)).get("internal_states") or [{}]
+        return states[0].get("effective_max_running_requests_per_dp")
+
     async def close(self) -> None:
         await self._connection.close()
 

@@ -56,11 +56,18 @@ class VLLMClient:
     """Asynchronous; belongs to the event loop that first uses it. Loads go through one client of a server."""
 
     def __init__(
-        self, url: str, token: str | None = None, *, timeout: float = 3600.0, tokenizer_path: str | None = None
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout: float = 3600.0,
+        tokenizer_path: str | None = None,
+        max_num_seqs: int | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._connection = Connection(url, token, timeout=timeout)
         self._questions = Questions(self, tokenizer_path)
+        self._max_num_seqs = max_num_seqs
         self._offer: Offer | None = None
         self._version: str | None = None
         self._loads = 0
@@ -141,6 +148,10 @@ class VLLMClient:
         else:
             await self._connection.get("/v1/models", timeout=timeout)
         return {"model_path": offer.root, "weight_version": version, "context_length": offer.context_length}
+
+    async def capacity(self) -> int | None:
+        """What it was started with: no route of it says so."""
+        return self._max_num_seqs
 
     async def offer(self) -> Offer:
         if self._offer is None:

@@ -34,11 +34,12 @@ class Counts:
         return self.consumed + self.ready + self.running
 
 
-def capacity(limits: Limits, counts: Counts, served: int) -> int:
-    """How many new groups may be started now, at least 0."""
+def capacity(limits: Limits, counts: Counts, served: int, servers_take: int | None = None) -> int:
+    """How many new groups may be started now, at least 0. `servers_take`: groups at once, where the servers say so."""
     room = within_staleness(limits, counts, served)
-    if limits.max_concurrent_rollouts is not None:
-        room = min(room, limits.max_concurrent_rollouts - counts.running)
+    for at_once in (limits.max_concurrent_rollouts, servers_take):
+        if at_once is not None:
+            room = min(room, at_once - counts.running)
     return max(room, 0)
 
 

@@ -175,7 +175,7 @@ class Collector:
     async def _admit_some(self, source: PromptSource) -> bool:
         """False behind the last prompt that will ever be started."""
         while not self._halted and (served := self._pool.served()) is not None:
-            if capacity(self._limits, self._buffer.counts(), served) == 0:
+            if capacity(self._limits, self._buffer.counts(), served, self._servers_take()) == 0:
                 total = self._limits.total_batches
                 return total is None or self.formed < total
             taken = await source.next()
@@ -183,6 +183,10 @@ class Collector:
                 return False
             self._start_group(*taken, served)
         return True
+
+    def _servers_take(self) -> int | None:
+        requests = self._pool.most_requests()
+        return None if requests is None else max(1, -(-requests // self._generation.n_samples))
 
     def _start_group(self, prompt: dict[str, Any], cursor_after: dict[str, Any] | None, served: int) -> None:
         group_id = group_id_of(prompt["epoch"], prompt["position"])

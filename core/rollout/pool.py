@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from core.inference.client import Generation, Images, InferenceClient, Request, ServerLostError, ServerRefusedError
-from core.rollout.servers import Server, ServerState
+from core.rollout.servers import OVERBOOKED, Server, ServerState
 
 Registry = Callable[[], Awaitable[dict[str, Any]]]
 MakeClient = Callable[[dict[str, Any]], InferenceClient]  # from a server's row of the registry
@@ -54,7 +55,7 @@ class ServerPool:
         self._barred: dict[str, float] = {}
         self._returning: set[str] = set()
         self._retired: set[InferenceClient] = set()
-        self._serving_again = asyncio.Condition()
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._background: set[asyncio.Task] = set()
         self._none_since = time.monotonic()
         self._busy_of_the_gone = 0.0
@@ -78,19 +79,40 @@ class ServerPool:
         """For how long no server has been in rotation."""
         return 0.0 if self.in_rotation() else time.monotonic() - self._none_since
 
-    async def acquire(self, preferred: str | None = None) -> Server:
-        """A serving server: the preferred one (a group's samples share a prefix), else the least loaded; waits."""
-        while True:
-            serving = [server for server in self.servers.values() if server.state is ServerState.SERVING]
-            if serving:
-                by_name = {server.name: server for server in serving}
-                return by_name.get(preferred or "") or min(serving, key=lambda server: (server.groups, server.running))
-            async with self._serving_again:
-                await self._serving_again.wait()
+    def most_requests(self) -> int | None:
+        """How many the servers in rotation take together; None where one of them does not say."""
+        found = [server.capacity for server in self.in_rotation()]
+        known = [capacity for capacity in found if capacity is not None]
+        return OVERBOOKED * sum(known) if len(known) == len(found) else None
 
-    async def announce_serving(self) -> None:
-        async with self._serving_again:
-            self._serving_again.notify_all()
+    async def acquire(self, preferred: str | None = None) -> Server:
+        """A serving server with room: the preferred one (a group's samples share a prefix), else the least loaded.
+
+        Waits for one; whoever gets it must send its request at once.
+        """
+        while True:
+            open_ = [each for each in self.servers.values() if each.state is ServerState.SERVING and each.has_room]
+            if open_:
+                by_name = {server.name: server for server in open_}
+                return by_name.get(preferred or "") or min(open_, key=lambda server: (server.groups, server.running))
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._let_in(1)  # it was this one's turn
+                raise
+
+    def _let_in(self, count: int) -> None:
+        while count and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                count -= 1
+
+    def announce_serving(self) -> None:
+        self._let_in(len(self._waiting))
         self.changed.set()
 
     async def lost(self, server: Server, error: Exception) -> None:
@@ -154,6 +176,7 @@ class ServerPool:
                 "state": str(server.state),
                 "version": server.served,
                 "running": server.running,
+                "capacity": server.capacity,
                 "state_secs": round(time.monotonic() - server.moved, 1),
                 "silent_secs": round(server.silent_secs(), 1),
                 "busy_secs": round(server.busy_secs(), 3),
@@ -185,7 +208,9 @@ class ServerPool:
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
         client = self._make_client(row)
-        self.servers[name] = Server(name, row["url"], row["daemon"], row["started"], client)
+        self.servers[name] = Server(
+            name, row["url"], row["daemon"], row["started"], client, left=lambda: self._let_in(1)
+        )
         self.changed.set()
 
     def _replace(self, known: Server, row: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +30,7 @@ MOVES: dict[ServerState, frozenset[ServerState]] = {
     ServerState.LOADING: frozenset({ServerState.SERVING, ServerState.OUT}),
     ServerState.OUT: frozenset(),  # the pool starts over with a new Server
 }
+OVERBOOKED = 2  # so many times what a server runs at once is given to it: as many wait there as run
 IN_ROTATION = frozenset({ServerState.SERVING, ServerState.PAUSED, ServerState.LOADING})
 
 
@@ -50,6 +52,10 @@ class Server:
     served_name: str | None = None
     reason: str = ""
     groups: int = 0
+    capacity: int | None = None
+    """Requests that it runs at once, as it says itself; None where it does not say."""
+    left: Callable[[], None] = lambda: None
+    """Called when a request is done with it."""
     tasks: set[asyncio.Task] = field(default_factory=set)
     created: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
@@ -77,6 +83,10 @@ class Server:
     @property
     def running(self) -> int:
         return len(self.tasks)
+
+    @property
+    def has_room(self) -> bool:
+        return self.capacity is None or self.running < OVERBOOKED * self.capacity
 
     def busy_secs(self) -> float:
         """Seconds with at least one request on it."""
@@ -116,3 +126,4 @@ class Server:
         if not self.tasks and self.busy_since is not None:
             self._busy_secs += time.monotonic() - self.busy_since
             self.busy_since = None
+        self.left()

@@ -16,6 +16,7 @@ from typing import Any
 from core.config import Config
 from core.data.tokenizer import Tokenizer
 from core.inference.backends import CLIENTS
+from core.inference.client import InferenceClient
 from core.rewards.pool import RewardPool
 from core.rollout.admission import Limits
 from core.rollout.collector import Collector
@@ -242,9 +243,13 @@ class Session:
 
 
 def _pool(config: Config, daemons: Daemons, token: str) -> ServerPool:
+    def client(row: dict[str, Any]) -> InferenceClient:
+        told = {"max_num_seqs": config.vllm.max_num_seqs} if row["backend"] == "vllm" else {}
+        return CLIENTS[row["backend"]](row["url"], token, timeout=config.rollout.request_timeout, **told)
+
     return ServerPool(
         daemons.registry,
-        lambda row: CLIENTS[row["backend"]](row["url"], token, timeout=config.rollout.request_timeout),
+        client,
         daemons.restart,
         server_deadline=config.rollout.server_deadline,
         pause_deadline=config.deadlines.pause,

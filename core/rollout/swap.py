@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from core.inference.client import LoadRefusedError, ServerLostError, ServerRefusedError, version_number
@@ -39,7 +40,7 @@ async def swap(
         server.served, server.served_name = version, name
     announce("resuming servers")
     await _each(pool, servers, _resume, pool.pause_deadline)
-    await pool.announce_serving()
+    pool.announce_serving()
     return Timing(loaded - loading, time.monotonic() - paused)
 
 
@@ -80,4 +81,7 @@ async def _load(server: Server, name: str, path: str) -> None:
 
 async def _resume(server: Server) -> None:
     await server.client.resume()
+    if server.capacity is None:
+        with suppress(ServerLostError, ServerRefusedError):
+            server.capacity = await server.client.capacity()
     server.move(ServerState.SERVING)

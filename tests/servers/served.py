@@ -23,7 +23,7 @@ from launcher.servers.environment import python_of
 from tests.embedded.harness import TOKEN, serving
 
 CONTEXT = 2048
-LIMIT = 8  # requests that a server runs at once
+LIMIT = 4  # requests that a server runs at once
 _START_SECS = 600.0
 T = TypeVar("T")
 

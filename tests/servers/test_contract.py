@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import urllib3
 
 from core.data.images import Picture
+from core.inference.backends import CLIENTS
 from core.inference.client import Generation, LoadRefusedError, ServerLostError
+from core.rollout.servers import OVERBOOKED
 from tests.servers.conftest import picture, publish_alone, tensors
+from tests.servers.fleet import ask, fleet
 from tests.servers.own_model import OwnModel
 from tests.servers.served import LIMIT, TOKEN, Served
 
@@ -253,8 +257,18 @@ def test_only_the_run_may_ask_and_only_for_what_a_run_needs(served: Served) -> N
     assert status("POST", "/collective_rpc", TOKEN, {"method": "reset_weights"}) in (400, 403)
 
 
-def test_more_requests_than_the_server_runs_at_once_all_come_back(served: Served, own: Own) -> None:
-    served.be_on(V1)
-    ids = prompt(own[V1], images=0, seed=14)
-    flights = [served.start(ids, temperature=1.0, max_new_tokens=24) for _ in range(4 * LIMIT)]
-    assert all(len(flight.result().output_ids) == 24 for flight in flights)
+def test_256_long_requests_on_a_limit_of_4_restart_nobody(served: Served) -> None:
+    """The pool knows how many the server runs at once, holds the others back, and does not take a queue for silence."""
+
+    async def scenario() -> None:
+        limit = {"max_num_seqs": LIMIT} if served.backend == "vllm" else {}
+        async with fleet(
+            [served.url], served.versions, client=lambda url: CLIENTS[served.backend](url, TOKEN, **limit)
+        ) as made:
+            assert made.pool.most_requests() == OVERBOOKED * LIMIT
+            answers = await asyncio.gather(*(ask(made.pool, number, 40) for number in range(256)))
+            assert all(len(answer.output_ids) == 40 and set(answer.versions) == {1} for answer in answers)
+            assert made.restarted == [] and made.pool.losses == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 300))
+    served.on = V1

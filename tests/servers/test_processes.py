@@ -60,9 +60,7 @@ def test_a_block_with_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatc
 
 def test_a_directory_goes_with_its_server_or_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    program = (
-        "import core.inference.belongings as its; print(its.ServerDirectory().path, flush=True); input()"
-    )
+    program = "import core.inference.belongings as its; print(its.ServerDirectory().path, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, env={**environment(), "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -45,6 +45,7 @@ class EmbeddedServer:
             "/health_generate": self.generation.health_generate,
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
+            "/server_info": self._server_info,
             "/flush_cache": self._flush,
             "/status": self._status,
             "/metrics": self._metrics,
@@ -175,6 +176,10 @@ class EmbeddedServer:
                 "has_image_understanding": self.traits.has_vision,
             }
         )
+
+    async def _server_info(self, http: web.Request) -> web.Response:
+        state = {"effective_max_running_requests_per_dp": self.engine.batch.slots.max_slots}
+        return web.json_response({"internal_states": [state]})
 
     async def _status(self, http: web.Request) -> web.Response:
         return web.json_response(self.status())
