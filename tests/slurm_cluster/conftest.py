@@ -103,10 +103,18 @@ class Run:
         return str(json.loads((self.root / "logs" / "1" / "preflight" / f"{node}.json").read_text())["host"])
 
     def await_step(self, number: int, seconds: float = 90) -> None:
-        self._until(lambda: len(self.steps) >= number, seconds, f"step {number} of {self.trial}")
+        self._until(lambda: self._goes_on() and len(self.steps) >= number, seconds, f"step {number} of {self.trial}")
 
     def await_attempt(self, number: int, seconds: float = 90) -> None:
-        self._until(lambda: self.state.attempt >= number, seconds, f"attempt {number} of {self.trial}")
+        self._until(
+            lambda: self._goes_on() and self.state.attempt >= number, seconds, f"attempt {number} of {self.trial}"
+        )
+
+    def _goes_on(self) -> bool:
+        """An error of its own ends a run for good: no use to wait."""
+        error = self.state.error
+        assert error is None or error.process.startswith("daemon of"), error
+        return True
 
     def await_phase(self, *phases: str, seconds: float = 120) -> State:
         self._until(lambda: self.state.phase in phases, seconds, f"{self.trial} {phases}")
@@ -117,11 +125,6 @@ class Run:
         self._until(
             lambda: not self.cluster.call("squeue", "-h", "-j", str(job), check=False), seconds, f"end of job {job}"
         )
-
-    def await_out_of_queue_or_attempt(self, attempt: int, seconds: float = 120) -> None:
-        job = str(self.state.job_id)
-        gone = lambda: not self.cluster.call("squeue", "-h", "-j", job, check=False)  # noqa: E731
-        self._until(lambda: self.state.attempt >= attempt or gone(), seconds, f"attempt {attempt} or the job's end")
 
     def _until(self, condition: Any, seconds: float, what: str) -> None:
         try:

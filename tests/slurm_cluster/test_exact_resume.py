@@ -20,8 +20,9 @@ EXACT = (
     f"total_train_steps={STEPS}", "total_train_epochs=50", f"saver.freq_steps={STEPS}", "deterministic=true",
     "rollout.max_head_offpolicyness=0",
 )  # fmt: skip
-SLOW = """import time
-from configs.spread_reward import spread
+LATE = """import time
+def spread(prompt, completion, prompt_ids, completion_ids, **row):
+    return sum(token % 2 == 0 for token in completion_ids) / max(1, len(completion_ids))
 def slow(*args, **row):
     time.sleep(0.2)
     return spread(*args, **row)
@@ -29,7 +30,7 @@ def slower(*args, **row):
     time.sleep(0.7)
     return spread(*args, **row)
 """
-"""The same scores, late: the cluster has time to break in."""
+"""The scores of configs.spread_reward, late: the cluster has time to break in."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def whole(cluster: Cluster, shared: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def broken(run: Start, tmp_path: Path) -> Start:
-    (tmp_path / "late.py").write_text(SLOW)
+    (tmp_path / "late.py").write_text(LATE)
 
     def start(*overrides: str) -> Run:
         made = run(*EXACT, *overrides)
