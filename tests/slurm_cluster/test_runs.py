@@ -21,6 +21,7 @@ Start = Callable[..., Run]
 
 def test_a_hetjob_over_two_nodes_from_submit_to_report(run: Start) -> None:
     job = run("total_train_steps=3")
+    job.env = {"http_proxy": "http://192.0.2.1:9", "HTTP_PROXY": "http://192.0.2.1:9"}  # nobody is there
     printed = job.launcher("plan", "--sbatch", "--emulate", *job.words).expect().out
     planned = job.launcher("plan", "--emulate", *job.words).expect().out
     assert "hetjob: each partition has nodes of its own" in planned
@@ -101,6 +102,11 @@ def test_cancel_while_pending_and_while_running(run: Start) -> None:
         waiting = run("total_train_steps=200", "slurm.exclusive=true", name="-waiting")
         job = waiting.submit()
         first.await_step(1)
+        text = first.launcher("status", str(first.root)).expect().out
+        assert all(words in text for words in (
+            "attempt 1, generation 0, step ", "inference: runs on ", "training: runs on ", "servers up: 1 of 1",
+            "ends in about",
+        )), text  # fmt: skip
         status = waiting.status()
         assert status["verdict"] == "pending" and status["alive"]
         text = waiting.launcher("status", str(waiting.root)).expect().out
