@@ -117,7 +117,8 @@ class Run:
         return True
 
     def await_phase(self, *phases: str, seconds: float = 120) -> State:
-        self._until(lambda: self.state.phase in phases, seconds, f"{self.trial} {phases}")
+        waits = lambda: "failed" in phases or self._goes_on()  # noqa: E731
+        self._until(lambda: waits() and self.state.phase in phases, seconds, f"{self.trial} {phases}")
         return self.state
 
     def await_out_of_queue(self, seconds: float = 60) -> None:

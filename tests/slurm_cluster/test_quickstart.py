@@ -20,9 +20,11 @@ def test_the_quickstart_as_a_hetjob(run: Callable[..., Run]) -> None:
     root = sft.shared / "runs"
     places = [f"cluster.fileroot={root}", f"paths.cache={sft.shared / 'cache'}", "trial_name=slurm", "seed=1"]
     data = [f"{name}_dataset.path={sft.shared / 'pictures'}" for name in ("train", "valid")]
+    model = str(sft.shared / "quickstart-model")
+    sft.launcher("make-model", model, "--untied", "--seed", "1", "--pictures", str(sft.shared / "pictures")).expect()
     submitted = sft.launcher(
         "submit", "--emulate", "--json", str(ROOT / "configs" / "quickstart_sft.yaml"), *SITE, *places, *data,
-        f"actor.path={sft.shared / 'tiny'}",
+        f"actor.path={model}",
     )  # fmt: skip
     sft.place = root / "quickstart-sft" / "slurm"
     assert submitted.expect() and sft.await_phase("done", seconds=1200).attempt == 1
