@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +141,10 @@ class Collector:
 
     async def batch(self, step: int, wait: float) -> Batch | None:
         """The batch, or None when it is not ready within `wait` seconds or will never be (see ended)."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(wait), self._news:
                 await self._news.wait_for(lambda: self.ended or (self.started and self.formed >= step))
-        except TimeoutError:
-            return None
+        # looked at after a timeout too: the last batch and the end may have come while the lock was waited for
         if step > self.formed:
             return None
         if step not in self._recent:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from core.inference.client import ServerLostError, ServerRefusedError
 from core.rl.trajectory import Sample, encode_samples
 from core.rollout.collector import Batch
 from core.rollout.evaluation import EvaluationRequest
 from core.rollout.journal import JournalError
+from core.rollout.probe import NotServedError
 from core.rollout.session import Session
 from core.rollout.update import Published
 from core.rpc.errors import RpcError
@@ -27,6 +29,7 @@ class Routes:
         service.get("/served", self.served)
         service.get("/batches/{step}", self.batch)
         service.get("/batches/{step}/samples", self.samples)
+        service.get("/probe/{version}", self.probe)
         service.post("/evaluate", self.evaluate)
         service.get("/evaluations/{id}", self.evaluation)
         service.post("/retain", self.retain)
@@ -80,6 +83,19 @@ class Routes:
         if any(not 0 <= i < len(batch.samples) for i in indices):
             raise RpcError(400, f"batch {step} has samples 0 to {len(batch.samples) - 1}, asked for {indices}")
         return encode_samples([batch.samples[i] for i in indices], {"step": step, "indices": indices})
+
+    async def probe(self, call: Call) -> bytes:
+        """A fresh answer of every server; 503 until all of them are on the version."""
+        self._session.refuse_when_fatal()
+        try:
+            samples = await self._session.probe.ask(int(call.path["version"]))
+        except ValueError:
+            raise RpcError(400, f"a version is a number, not {call.path['version']!r}") from None
+        except (NotServedError, ServerLostError) as error:
+            raise RpcError(503, str(error)) from error
+        except ServerRefusedError as error:
+            raise RpcError(502, str(error)) from error
+        return encode_samples(samples, {})
 
     async def evaluate(self, call: Call) -> dict:
         """Starts an evaluation; the same id again changes nothing."""

@@ -26,6 +26,7 @@ from core.rollout.image_check import BlindServerError, ImageCheck
 from core.rollout.journal import Journal, read_last_publish, remove_old_versions, write_last_publish
 from core.rollout.links import Daemons
 from core.rollout.pool import ServerPool
+from core.rollout.probe import Probe
 from core.rollout.prompts import DataService
 from core.rollout.statistics import FailureBudget
 from core.rollout.update import Published, WeightUpdates
@@ -104,6 +105,7 @@ class Session:
             failures=Failures(self._budget, self.journal, self.fail),
             before_group=None if rollout.parity == "off" else self._check_images,
         )
+        self.probe = Probe(self.pool, self._data, config.gconfig, stop_ids=tokenizer.stop_ids, banned=settings.banned)
         generation = config.eval_gconfig or greedy(config.gconfig)
         self.evaluations = Evaluations(self._data, workflow, self.updates, generation)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from core.config.generation import Generation
 from core.rl.trajectory import decode_samples
+from core.rollout.admission import Limits
+from core.rollout.collector import Batch, Collector
 from core.rpc.errors import RpcError
 from core.telemetry.files import read_lines
 from tests.rollout.stub_run import Run, stub_run
@@ -292,3 +296,26 @@ def test_the_same_version_of_a_new_generation_is_loaded_anew(tmp_path: Path) -> 
         assert (await run.client.get("/served"))["served"] == 2
 
     driven(scenario, tmp_path)
+
+
+def test_the_last_batch_is_given_out_though_its_waiting_timed_out_as_it_came() -> None:
+    """Else the trainer hears that it is the end, and the last batch is never trained."""
+
+    async def scenario() -> None:
+        unused: Any = None
+        collector = Collector(
+            Limits(None, 0, 1, 1), Generation(), drop_last=True,
+            data=unused, pool=unused, workflow=unused, journal=unused, failures=unused,
+        )  # fmt: skip
+        last = Batch([], {})
+        async with collector._news:
+            asked = asyncio.create_task(collector.batch(1, 0.01))
+            collector._remember(1, last)
+            collector.formed, collector.ended = 1, True
+            await asyncio.wait([asked], timeout=5)
+        assert await asked is last
+        async with collector._news:
+            assert await collector.batch(1, 0.0) is last
+            assert await collector.batch(2, 0.0) is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -68,13 +68,19 @@ def test_a_mistake_stops_the_run_before_its_first_step_and_is_named(mistake: str
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mistake", ["none", "images"])
-def test_the_gate_is_passed_or_told_to_be_open_and_asked_again(mistake: str, models: Path, tmp_path: Path) -> None:
-    ended, directory = run(mistake, models, tmp_path, "rollout.parity=warn", "rollout.max_head_offpolicyness=0")
+@pytest.mark.parametrize(("mistake", "old"), [("none", 2), ("images", 0)])
+def test_the_gate_is_passed_or_told_to_be_open_and_asked_again(
+    mistake: str, old: int, models: Path, tmp_path: Path
+) -> None:
+    """Two batches behind, no token of a batch is of the trainer's version: each server is asked for fresh ones."""
+    more = ["rollout.parity=warn", f"rollout.max_head_offpolicyness={old}"]
+    ended, directory = run(mistake, models, tmp_path, *more)
     assert ended.status == 0, log_tails(directory)
     records = steps(directory)
     gated = [record["step"] for record in records if record["parity_tokens"]]
     assert [record["step"] for record in records] == [1, 2, 3] and gated == [1, 2]
+    tokens = [record["parity_tokens"] for record in records if record["parity_tokens"]]
+    assert tokens[0] >= 48 and (tokens[1] == 2 * 4 if old else tokens[1] >= 48)
     assert all(record["parity_image_effect"] > 0 for record in records if record["parity_tokens"])
     notes = [str(line) for line in lines(directory / "metrics.jsonl") if line["kind"] != "step"]
     named = [line for line in notes if "see other images" in line]

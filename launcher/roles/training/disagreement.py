@@ -12,7 +12,8 @@ from typing import Any
 
 from core.config.rollout import Rollout
 from core.ops.packed import PackedBatch
-from launcher.roles.training.parity import Change, Parity, Rescore, measure
+from launcher.roles.training.parity import Parity, Rescore, measure
+from launcher.roles.training.parts import Change
 
 PARTS = 2
 COLDEST, HOTTEST, LOOKS = 0.25, 4.0, 12

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from core.config.rollout import Rollout
 from core.ops.packed import PackedBatch
+from launcher.roles.training.parts import Change
 
-Change = Callable[[PackedBatch], PackedBatch]
 Rescore = Callable[[Sequence[Any], Change], list[Tensor]]  # collective: log-probabilities of some parts, changed
 
 

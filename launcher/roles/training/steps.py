@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from core.engine.documents import Document, pack_documents, sample_numbers
 from core.engine.microbatch import Item, Minibatch, Packing, pack
 from core.engine.optimizer import learning_rate
-from core.engine.train_engine import Micro, TrainEngine, Update
+from core.engine.train_engine import Update
 from core.ops.packed import PackedBatch, Scores
 from core.rl.advantages import (
     Normalisation,
@@ -33,14 +30,11 @@ from core.rl.advantages import (
     token_advantages,
 )
 from core.rl.losses import LossCounts, LossTokens, PolicyLoss, counts_of, policy_loss
-from core.rl.trajectory import Sample, decode_samples
 from core.telemetry.phases import announce
-from launcher.roles.training.disagreement import explain
-from launcher.roles.training.parity import Change, Gate, Parity, measure, with_image_effect
+from launcher.roles.training.parity import Gate, Parity
+from launcher.roles.training.parts import Part, fetch_parts, score_parts
+from launcher.roles.training.passage import pass_gate
 from launcher.roles.training.setup import Session
-
-SAMPLES_A_REQUEST = 512
-KEPT_BATCH_BYTES = 256 << 20  # micro-batches of a step are built once where their pixels are fewer than this
 
 
 @dataclass(frozen=True)
@@ -97,33 +91,6 @@ def read_index(value: dict[str, Any]) -> Index:
 
 
 @dataclass
-class Part:
-    """This rank's samples of a micro-batch, and its tensors."""
-
-    numbers: tuple[int, ...]
-    samples: list[Sample]
-    documents: list[Document]
-    build: Callable[[], PackedBatch]
-    prox_R: Tensor | None = None
-    advantage_R: Tensor | None = None
-
-    @cached_property
-    def behave_R(self) -> Tensor:
-        return torch.from_numpy(np.concatenate([sample.logprobs for sample in self.samples]))
-
-    @cached_property
-    def sample_R(self) -> Tensor:
-        return sample_numbers(self.documents)
-
-    def changed(self, change: Change) -> PackedBatch:
-        return change(self.build())
-
-    @property
-    def micro(self) -> Micro:
-        return Micro(self.build, empty=not self.samples)
-
-
-@dataclass
 class Outcome:
     """What a step did, on every rank the same."""
 
@@ -161,7 +128,7 @@ def train_step(
     """
     clock = _Clock()
     announce("fetch")
-    parts = _fetch(index, session)
+    parts = fetch_parts(index.packing, index.step, session)
     clock.lap("fetch")
     actor = session.config.actor
     with_kl = session.ref is not None
@@ -170,7 +137,9 @@ def train_step(
     gated = gate is not None and gate.is_due(index.step)
     recompute = with_kl or (actor.use_decoupled_loss and not one_update) or actor.recompute_logprob or gated
     entropy = _score(parts, session) if recompute else None
-    parity, warning = _pass_gate(parts, index.step - 1, gate, session) if gate is not None and gated else (None, None)
+    parity, warning = None, None
+    if gate is not None and gated:
+        parity, warning = pass_gate([part for own in parts for part in own], index.step - 1, gate, session)
     ref_R = _score_ref(parts, session)
     clock.lap("prox")
     kl = _advantages(index, parts, ref_R, session)
@@ -202,70 +171,10 @@ class _Clock:
         self._last = now
 
 
-def _fetch(index: Index, session: Session) -> list[list[Part]]:
-    """This rank's samples and images, as micro-batches of each minibatch."""
-    rank = session.mesh.dp_rank
-    numbers = [i for minibatch in index.packing.minibatches for i in minibatch.samples_of(rank)]
-    bodies, pixels = session.exchange.share(lambda: _ask(index.step, numbers, session))
-    samples = dict(zip(numbers, (sample for body in bodies for sample in decode_samples(body)[0]), strict=True))
-    # a pixel is in two frames, as float32
-    keep = 8 * sum(image.nbytes for image in pixels.values()) <= KEPT_BATCH_BYTES
-    return [
-        [
-            _part(micro, samples, pixels, session, tower=tower, keep=keep)
-            for micro, tower in zip(minibatch.ranks[rank], minibatch.tower, strict=True)
-        ]
-        for minibatch in index.packing.minibatches
-    ]
-
-
-def _ask(step: int, numbers: list[int], session: Session) -> tuple[list[bytes], dict[str, Any]]:
-    """The samples of these numbers as they travel, and the pixels of their images."""
-    bodies, images = [], []
-    for start in range(0, len(numbers), SAMPLES_A_REQUEST):
-        some = ",".join(map(str, numbers[start : start + SAMPLES_A_REQUEST]))
-        bodies.append(session.services.get_bytes("rollout", f"/batches/{step}/samples", indices=some))
-        images += [image.hash for sample in decode_samples(bodies[-1])[0] for image in sample.images]
-    return bodies, session.pixels.get(images)
-
-
-def _part(
-    numbers: tuple[int, ...],
-    samples: dict[int, Sample],
-    pixels: dict[str, Any],
-    session: Session,
-    *,
-    tower: bool,
-    keep: bool,
-) -> Part:
-    own = [samples[i] for i in numbers]
-    documents = [
-        Document(
-            sample.sample_id,
-            np.concatenate([sample.prompt_ids, sample.sampled_ids]),
-            len(sample.prompt_ids),
-            tuple((image.hash, image.grid_thw) for image in sample.images),
-            sample.group_id,
-        )
-        for sample in own
-    ]
-    built: list[PackedBatch] = []
-
-    def build() -> PackedBatch:
-        if built:
-            return built[0]
-        batch = pack_documents(documents, pixels, session.rules, tower=tower)
-        if keep:
-            built.append(batch)
-        return batch
-
-    return Part(numbers, own, documents, build)
-
-
 def _score(parts: list[list[Part]], session: Session) -> float:
     """π before the update for every token; returns the mean entropy over the batch."""
     flat = [part for own in parts for part in own]
-    found = _scores(session.engine, flat, session, with_entropy=True)
+    found = score_parts(session.engine, flat, session, with_entropies)
     entropy = torch.zeros(2, dtype=torch.float64)
     for part, scores in zip(flat, found, strict=True):
         part.prox_R = scores.logp_R
@@ -275,37 +184,12 @@ def _score(parts: list[list[Part]], session: Session) -> float:
     return total / count if count else 0.0
 
 
-def _pass_gate(parts: list[list[Part]], version: int, gate: Gate, session: Session) -> tuple[Parity | None, str | None]:
-    """The comparison and a warning; raises ParityError."""
-
-    def rescore(some: Sequence[Part], change: Change) -> list[Tensor]:
-        micros = [Micro(partial(part.changed, change), empty=not part.samples) for part in some]
-        return [scores.logp_R for scores in session.engine.score(micros, session.stop.check)]
-
-    flat = [part for own in parts for part in own]
-    scored = [part.prox_R for part in flat if part.prox_R is not None]
-    parity = measure(flat, scored, version, session.exchange)
-    if parity is None:
-        return None, None
-    parity = with_image_effect(parity, flat[:1], rescore, session.exchange)
-    if gate.passed(parity):
-        return parity, None
-    return parity, gate.refuse(explain(parity, flat, version, session.exchange, rescore, session.config.rollout))
-
-
 def _score_ref(parts: list[list[Part]], session: Session) -> Tensor | None:
     """log ref of this rank's loss tokens, or None without a reference model."""
     if session.ref is None:
         return None
     flat = [part for own in parts for part in own]
-    return torch.cat([scores.logp_R.cpu() for scores in _scores(session.ref, flat, session, with_entropy=False)])
-
-
-def _scores(engine: TrainEngine, parts: list[Part], session: Session, *, with_entropy: bool) -> list[Scores]:
-    def micro(part: Part) -> Micro:
-        return Micro(lambda: with_entropies(part.build()) if with_entropy else part.build(), empty=not part.samples)
-
-    return engine.score([micro(part) for part in parts], session.stop.check)
+    return torch.cat([scores.logp_R.cpu() for scores in score_parts(session.ref, flat, session)])
 
 
 def with_entropies(batch: PackedBatch) -> PackedBatch:
