@@ -92,7 +92,7 @@ def take(run: Path, began: float) -> Sample:
         except psutil.Error:
             continue
     sample.shm_mb = sum(sizes(shared(run))) / 2**20
-    files = [path for path in run.rglob("*") if path.is_file()]
+    files = files_below(run)
     appended = [path for path in files if any(word in path.name for word in APPENDED)]
     sample.appended_bytes = sum(sizes(appended))
     sample.disk_mb = (sum(sizes(files)) - sample.appended_bytes) / 2**20
@@ -102,7 +102,12 @@ def take(run: Path, began: float) -> Sample:
 def shared(run: Path) -> list[Path]:
     """What the run keeps in memory that looks like files; there is one soak at a time."""
     root = Path("/dev/shm") / f"vlm-rl-{os.getuid()}"
-    return [path for path in root.rglob("*") if run.name in str(path) and path.is_file()]
+    return [path for path in files_below(root) if run.name in str(path)]
+
+
+def files_below(root: Path) -> list[Path]:
+    """Of a tree that changes meanwhile: what is gone when it is looked at is left out."""
+    return [Path(folder) / name for folder, _, names in os.walk(root) for name in names]
 
 
 def sizes(paths: Iterable[Path]) -> list[int]:
@@ -123,8 +128,7 @@ def last_step(metrics: Path) -> int:
             lines = file.read().splitlines()[1:-1]
     except OSError:
         return 0
-    steps = [json.loads(line)["step"] for line in lines if b'"kind": "step"' in line]
-    return steps[-1] if steps else 0
+    return max((record["step"] for record in map(json.loads, lines) if record["kind"] == "step"), default=0)
 
 
 def kill_a_server(run: Path) -> bool:
@@ -139,7 +143,6 @@ def kill_a_server(run: Path) -> bool:
 
 
 def start(root: Path) -> Path:
-    """Returns once it has trained a step."""
     launcher("make-model", str(root / "tiny"), "--pictures", str(root / "pictures"), timeout=300).expect()
     trial = f"soak-{os.getpid()}"
     words = [
@@ -149,22 +152,25 @@ def start(root: Path) -> Path:
         "total_train_steps=1000000", "total_train_epochs=1000000", "evaluator.freq_steps=50", "saver.freq_steps=null",
         "saver.freq_epochs=1000000", "recover.freq_steps=10", "recover.retries=1000000",
         "allocation_mode=embedded:d2+d1",
+        "train_dataset.dataset_kwargs.max_rows=400",  # an epoch is 100 steps: caches of rows and pictures fill at once
     ]  # fmt: skip
     subprocess.run(command(*words), env=environment(), check=True, timeout=120, capture_output=True)
     run = root / "runs" / "soak" / trial
-    deadline = time.monotonic() + START_SECS
-    while last_step(run / "metrics.jsonl") < 1:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"no step within {START_SECS:g} s\n{log_tails(run)}")
-        time.sleep(SAMPLE_SECS / 4)
     return run
 
 
 def soak(run: Path, minutes: float) -> tuple[list[Sample], int]:
-    samples, kills = [], 0
-    began = time.monotonic()
-    next_kill = began + KILL_SECS[0]
+    """From the first steps on; ends the run."""
+    samples: list[Sample] = []
+    kills = 0
+    deadline = time.monotonic() + START_SECS
     try:
+        while last_step(run / "metrics.jsonl") < 1:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no step within {START_SECS:g} s\n{log_tails(run)}")
+            time.sleep(SAMPLE_SECS / 4)
+        began = time.monotonic()
+        next_kill = began + KILL_SECS[0]
         while time.monotonic() - began < 60 * minutes:
             time.sleep(SAMPLE_SECS)
             samples.append(take(run, began))

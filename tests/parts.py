@@ -78,6 +78,7 @@ PARTS = (
     Part("reliability", (pytest_command("-n", "2", "tests/reliability", "tests/fuzz"),), 10),
     Part("security", (pytest_command("tests/security"),), 5),
     Part("chaos", (pytest_command("tests/chaos"),), 15),
+    Part("soak", ((sys.executable, "-m", "bench.soak", "--minutes", "2"),), 8),
     Part("quickstart", ((sys.executable, "-m", "bench.quickstart", "--check"),), 15),
     Part(
         "quickstart, three seeds",
@@ -100,7 +101,6 @@ PARTS = (
         needs=CLUSTER,
         root=True,
     ),
-    Part("soak", ((sys.executable, "-m", "bench.soak", "--minutes", "3"),), 10, full=True),
     Part("every chaos cell", ((sys.executable, "-m", "tests.chaos"),), 90, full=True),
     Part(
         "long forms",
