@@ -98,6 +98,10 @@ class Run:
     def steps(self) -> list[dict[str, Any]]:
         return steps(self.root)
 
+    def requeues(self, leader: str) -> int:
+        """That the job's script asked for."""
+        return (self.root / "submitit" / f"{leader}.out").read_text().count("is requeued\n")
+
     def host_of(self, node: str) -> str:
         """Of its first attempt."""
         return str(json.loads((self.root / "logs" / "1" / "preflight" / f"{node}.json").read_text())["host"])
