@@ -18,15 +18,15 @@ class Evaluations:
     def __init__(self, session: Session, record: Record) -> None:
         self.session = session
         self.record = record
-        self._running: dict[str, tuple[str, int]] = {}
+        self._running: dict[str, dict[str, Any]] = {}  # what was asked for
 
     def start(self, step: int, *, name: str = "valid", hold: bool = False, shuffle_images: bool = False) -> None:
         """Asks for one. `hold`: servers keep their version until it is done."""
         identity = f"{name}-{step}-{self.session.arguments.attempt}-{self.session.generation}"
         body = {"id": identity, "step": step, "split": "valid", "hold_publishing": hold}
         body["shuffle_images"] = shuffle_images
+        self._running[identity] = {"step": step, "name": name, "hold": hold, "shuffle_images": shuffle_images}
         self.session.services.post("rollout", "/evaluate", body, request_id=f"evaluate-{identity}")
-        self._running[identity] = (name, step)
 
     @property
     def running(self) -> bool:
@@ -34,7 +34,7 @@ class Evaluations:
 
     def pending(self) -> list[dict[str, Any]]:
         """Those not finished, for a checkpoint: a restart asks for them again."""
-        return [{"name": name, "step": step} for name, step in self._running.values()]
+        return [{"name": asked["name"], "step": asked["step"]} for asked in self._running.values()]
 
     def ask_again(self, pending: list[dict[str, Any]]) -> None:
         for each in pending:
@@ -49,7 +49,8 @@ class Evaluations:
 
     def give_up(self, secs: float) -> None:
         """Notes those that are still running after `secs` and forgets them."""
-        for name, step in self._running.values():
+        for asked in self._running.values():
+            name, step = asked["name"], asked["step"]
             self.record.note("warning", f"evaluation {name} of step {step} was not done within {secs:.0f} s")
         self._running.clear()
 
@@ -59,14 +60,15 @@ class Evaluations:
         return served is not None and served >= version
 
     def _ask(self, identity: str, *, wait: int) -> None:
-        name, step = self._running[identity]
+        asked = self._running[identity]
+        name, step = asked["name"], asked["step"]
         try:
             reply = self.session.services.get("rollout", f"/evaluations/{identity}", timeout=wait + 30.0, wait=wait)
         except RpcError as error:
             if error.status != 404:
                 raise
-            del self._running[identity]  # the service was restarted since
-            self.record.note("warning", f"evaluation {name} of step {step} was lost with its service")
+            self.record.note("warning", f"evaluation {name} of step {step} was lost with its service: it starts again")
+            self.start(**asked)
             return
         if reply["done"]:
             del self._running[identity]
