@@ -24,6 +24,7 @@ Restart = Callable[[Server], Awaitable[None]]
 _POLL_SECS = 0.5
 _PROBE_SECS = 5.0
 _LOST_PAUSE_SECS = 0.2
+_REFUSALS = 8
 _FLAPS = 5
 _FLAP_SECS = 30.0
 
@@ -125,6 +126,13 @@ class ServerPool:
             self.take_out(server, f"does not answer: {error}")
         else:
             await asyncio.sleep(_LOST_PAUSE_SECS)
+
+    def refused(self, server: Server, error: Exception) -> None:
+        """It answered with an error of its own (out of memory, say). Again and again, it is out: an idle server that
+        refuses everything would be given everything."""
+        server.refusals += 1
+        if server.refusals >= _REFUSALS:
+            self.take_out(server, f"refused {server.refusals} requests in a row: {error}", restart=True)
 
     def take_out(self, server: Server, reason: str, *, restart: bool = False) -> None:
         """`restart`: this start of the process is not trusted again; its daemon is asked for a new one."""

@@ -60,6 +60,7 @@ class Server:
     created: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
     last_progress: float = field(default_factory=time.monotonic)
+    refusals: int = 0  # in a row, by errors of its own
     busy_since: float | None = None
     _busy_secs: float = 0.0
     _cut: set[asyncio.Task] = field(default_factory=set)

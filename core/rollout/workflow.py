@@ -213,9 +213,11 @@ class Workflow:
                 self.interruptions.errors[str(error)[:200]] += 1
                 if refusals > self._settings.request_retries or 400 <= error.status < 500:
                     raise GroupVoidError("generation failed", f"{answer.sample_id}: {error}") from error
+                self._pool.refused(server, error)
                 self._interrupted(answer, partial)
                 await asyncio.sleep(min(0.1 * 2**refusals, 5.0))
             else:
+                server.refusals = 0
                 if partial.finished:
                     answer.take(partial)
                     self._check(answer)

@@ -59,6 +59,7 @@ class StubServer:
         self.lie_about_version = False
         self.load_delay = 0.0
         self.stuck = False
+        self.out_of_memory = False
         self.third_token_on: str | None = None  # the version that it waits for
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -114,6 +115,8 @@ class StubServer:
         self._allowed(http)
         body = await http.json()
         self.requests.append(body)
+        if self.out_of_memory:
+            return web.json_response({"error": "CUDA out of memory"}, status=500)
         self.active += 1
         self.most_active = max(self.most_active, self.active)
         try:

@@ -143,6 +143,41 @@ def test_a_server_that_says_another_version_than_loaded_is_taken_out(tmp_path: P
     driven(scenario, tmp_path)
 
 
+def test_a_server_that_dies_half_loaded_is_loaded_anew_before_it_is_asked(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        await run.serve(0)
+        server = run.servers[1]
+        server.load_delay = 60
+        await run.publish(1)
+        await run.until(lambda s: s["servers"]["server-1"]["state"] == "loading", "it is in the middle of it")
+        await server.die()
+        await run.until(lambda s: s["servers"]["server-1"]["state"] == "out", "its loss is seen")
+        server.load_delay, server.version = 0, "half of it"
+        asked = len(server.requests)
+        await server.start()
+        await run.until(lambda s: s["servers"]["server-1"]["version"] == 1, "it is back, on the current version")
+        assert server.version == "v000001-r0" and len(server.requests) == asked
+        await run.until(lambda s: s["served"] == 1, "and so is the other one")
+
+    driven(scenario, tmp_path)
+
+
+def test_a_server_out_of_memory_is_restarted_and_costs_no_group(tmp_path: Path) -> None:
+    """It answers, and at once: with the shortest queue it would be given everything."""
+
+    async def scenario(run: Run) -> None:
+        run.servers[0].out_of_memory = True
+        await run.serve(0)
+        samples = await all_samples(run, 1) + await all_samples(run, 2)
+        assert all(sample.sampled_ids.tolist() == unbroken(run, sample) for sample in samples)
+        status = await run.client.get("/status")
+        assert "refused 8 requests in a row" in status["servers"]["server-0"]["reason"]
+        assert "out of memory" in status["servers"]["server-0"]["reason"]
+        assert "restart server-0" in run.daemon.calls and status["void"] == {}
+
+    driven(scenario, tmp_path)
+
+
 def test_a_version_that_no_node_can_fetch_is_kept_from_the_servers_and_in_the_end_stops_the_run(tmp_path: Path) -> None:
     async def scenario(run: Run) -> None:
         await run.serve(0)
