@@ -69,7 +69,8 @@ PARTS = (
     ),
     Part(
         "slurm",
-        (pytest_command("tests/slurm_cluster"),),
+        # two clusters side by side: most of the time is Slurm's own waiting
+        (pytest_command("-n", "2", "--dist", "loadgroup", "tests/slurm_cluster"),),
         15,
         needs=CLUSTER,
         root=True,

@@ -18,6 +18,8 @@ from launcher.run_dir import RunDir
 from launcher.slurm.queue import JobView
 from launcher.slurm.states import Fate
 
+SILENT_SECS = 30.0
+
 
 def run(arguments: argparse.Namespace) -> int:
     run_dir = find_run(arguments.run)
@@ -83,6 +85,7 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
         lines = [dead_line(run_dir, found, now)]
     lines.append(f"  attempt {state.attempt}, generation {state.generation}, step {state.step}")
     lines += job_lines(run_dir, found)
+    lines += silence_lines(found, now)
     if found.answer is not None:
         for name, child in found.answer["children"].items():
             lines.append(f"  {name:<12} {child['state']:<9} {child['url']}")
@@ -120,6 +123,15 @@ def job_lines(run_dir: RunDir, found: Liveness) -> list[str]:
     if isinstance(trainer, dict) and trainer.get("eta_secs") is not None:
         lines.append(f"  ends in about {trainer['eta_secs'] / 60:.0f} min")
     return lines
+
+
+def silence_lines(found: Liveness, now: float) -> list[str]:
+    """Of a job that runs on although its lead daemon is gone, where no other daemon is left to say so."""
+    silent = 0.0 if found.last_beat is None else now - found.last_beat
+    if not found.alive or found.answer is not None or found.rendezvous is None or silent < SILENT_SECS:
+        return []
+    where = found.rendezvous.host
+    return [f"  no heartbeat for {silent:.0f} s: the lead daemon or its node ({where}) is gone or cut off"]
 
 
 def dead_line(run_dir: RunDir, found: Liveness, now: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 
 from core.config import Config
 from core.config.slurm import Slurm
+from core.rpc.service import bound_socket
 from launcher.commands import list as list_command
-from launcher.commands.status import job_lines
+from launcher.commands.status import job_lines, status_text
 from launcher.liveness import look
-from launcher.node.state import Phase, State, beat, write_state
+from launcher.node.state import Phase, Rendezvous, State, beat, heartbeat_file, write_rendezvous, write_state
 from launcher.run_dir import RunDir
 from launcher.slurm import queue
 from launcher.slurm.queue import Watch, look_up, write_jobs
@@ -110,3 +113,20 @@ def test_status_tells_every_state_in_words(
     assert MEANINGS[state].text in line and "on n1" in line
     waits = MEANINGS[state].fate is Fate.WAITING
     assert ("(Resources), starts 2030-01-01T00:00:00" in line) == waits
+
+
+def test_a_running_job_without_a_heartbeat_is_told(
+    say: Say, recipe: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the only node of a run is lost nobody is left to write it down, and Slurm may take minutes."""
+    monkeypatch.setattr("launcher.liveness.WATCH", Watch())
+    say("squeue", row("7", "RUNNING", nodes="n1"))
+    run_dir = run_of(tmp_path / "run", "7", phase=Phase.RUNNING)
+    run_dir.plan.write_text(plan_of(recipe("cluster.n_nodes=1")).to_json())
+    with bound_socket("127.0.0.1") as nobody:
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    write_rendezvous(run_dir, Rendezvous(address, "", "10.0.0.7", 1, 1, 0.0))
+    assert "no heartbeat" not in status_text(run_dir, look(run_dir), time.time())
+    os.utime(heartbeat_file(run_dir), (time.time() - 40, time.time() - 40))
+    said = status_text(run_dir, look(run_dir), time.time())
+    assert re.search(r"no heartbeat for 4\d s: the lead daemon or its node \(10.0.0.7\) is gone", said), said
