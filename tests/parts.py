@@ -65,7 +65,7 @@ PARTS = (
             (sys.executable, "-m", "launcher", "install", "sglang", "--device", "cpu"),
             pytest_command("tests/servers"),
         ),
-        12,
+        15,
     ),
     Part(
         "slurm",

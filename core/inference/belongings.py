@@ -19,7 +19,8 @@ import psutil
 PREFIX = "vlm-rl-server-"  # short: a socket's path has room for some hundred characters
 _LOCK = "lock"
 _MEMORY = "/dev/shm/"
-_SEGMENTS = "sglang_loads_"  # SGLang never removes these; only its own /get_load opens them later
+_LEFT_FOR_EVER = "sglang_loads_"  # SGLang never removes these; only its own /get_load opens them later
+_NAMES = (_LEFT_FOR_EVER, "sgl_shm_", "psm_", "sem.mp-")  # the rest is left when nobody had time to tidy up
 
 
 class ServerDirectory:
@@ -48,13 +49,18 @@ def _sweep(root: Path) -> None:
                 os.close(handle)
 
 
-def unname_segments(root: int) -> list[str]:
-    """Unlinks the segments that `root` and its descendants map: what they have open they keep, nobody else is asked."""
-    names = sorted(set(_mapped(_tree(root))))
+def segments(root: int) -> set[str]:
+    """Of shared memory, that `root` and its descendants map. Those that no one opens by name again lose it now."""
+    found = set(_mapped(_tree(root)))
+    unlink(name for name in found if name.startswith(_MEMORY + _LEFT_FOR_EVER))
+    return found
+
+
+def unlink(names: Iterable[str]) -> None:
+    """What is open stays so."""
     for name in names:
         with suppress(OSError):
             Path(name).unlink()
-    return names
 
 
 def _tree(root: int) -> Iterable[int]:
@@ -68,5 +74,5 @@ def _mapped(pids: Iterable[int]) -> Iterable[str]:
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 name = line.partition(_MEMORY)[2]
-                if name.startswith(_SEGMENTS) and not name.endswith("(deleted)"):
+                if name.startswith(_NAMES) and not name.endswith("(deleted)"):
                     yield _MEMORY + name

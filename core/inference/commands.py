@@ -109,6 +109,8 @@ def sglang(config: Config, seat: Seat) -> Launch:
         words |= {"max_total_tokens": _CPU_KV_TOKENS, "mem_fraction_static": 0.3, "skip_server_warmup": True}
         left_out = {"attention_backend", "sampling_backend", "mem_fraction_static"}
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if seat.tensor * seat.pipeline > 1:  # else it wants a NUMA node for each
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(seat.tensor * seat.pipeline)))
     return Launch((*first, *_flags("sglang", section, words, left_out)), _common() | environment)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 
 from core.inference.backends import CLIENTS
-from core.inference.belongings import ServerDirectory, unname_segments
+from core.inference.belongings import ServerDirectory, segments, unlink
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Launch, Seat
 from core.inference.exposure import WeightsDirectory, routes
@@ -62,6 +62,7 @@ class ServerProcess:
         self._block: PortBlock | None = None
         self._proxy: Proxy | None = None
         self._directory: ServerDirectory | None = None
+        self._segments: set[str] = set()
         self.process: asyncio.subprocess.Process | None = None
         self.url = ""
 
@@ -85,7 +86,7 @@ class ServerProcess:
             await self._proxy.stop()
             self._proxy = None
         if self.process is not None and self.process.returncode is None:
-            await asyncio.to_thread(unname_segments, self.process.pid)
+            self._segments |= await asyncio.to_thread(segments, self.process.pid)
             with suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
             try:
@@ -94,6 +95,8 @@ class ServerProcess:
                 with suppress(ProcessLookupError):
                     self.process.kill()
                 await self.process.wait()
+        unlink(self._segments)
+        self._segments = set()
         if self._block is not None:
             self._block.close()
         if self._directory is not None:
@@ -128,7 +131,7 @@ class ServerProcess:
         )
         self.url = await self._proxy.start(wanted.host)
         await self._until_ready(seat, before)
-        await asyncio.to_thread(unname_segments, self.process.pid)
+        self._segments = await asyncio.to_thread(segments, self.process.pid)
         return self.url
 
     def _seat(self, block: PortBlock) -> Seat:

@@ -96,7 +96,7 @@ async def fleet(
         return None
 
     Watched.paused, Watched.most, Watched.asked, Watched.busiest = set(), 0, 0, 0
-    pool = ServerPool(registry, lambda row: client(row["url"]), restart, server_deadline=20, poll_secs=0.05)
+    pool = ServerPool(registry, lambda row: client(row["url"]), restart, server_deadline=6, poll_secs=0.05)
     made = Fleet(pool, WeightUpdates(pool, fetch, release, rolling_share=share), restarted)
     tasks = [asyncio.create_task(pool.watch()), asyncio.create_task(made.updates.run())]
     try:

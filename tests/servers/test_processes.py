@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from core.config.rollout import Rollout
-from core.inference.belongings import ServerDirectory, unname_segments
+from core.inference.belongings import ServerDirectory, segments
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.ports import BLOCK, FIRST, take_block
 from core.inference.proxy import Proxy, RefusedError
@@ -89,9 +89,9 @@ def test_only_what_the_server_maps_loses_its_name() -> None:
             shell = f"{shlex.quote(sys.executable)} -c {shlex.quote(program + '; sys.stdin.read()')} {name}; true"
             servers.append(subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
             assert servers[-1].stdout.readline() == b"\n"
-        assert unname_segments(servers[0].pid) == [names[0]]
+        assert segments(servers[0].pid) == {names[0]}
         assert [Path(name).exists() for name in names] == [False, True] and servers[0].poll() is None
-        assert unname_segments(servers[0].pid) == []
+        assert segments(servers[0].pid) == set()
     finally:
         for server in servers:
             server.communicate()
