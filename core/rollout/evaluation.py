@@ -144,7 +144,7 @@ class Evaluations:
         finally:
             if held:
                 self._updates.release_hold()
-            evaluation.finish()
+        evaluation.finish()  # not when it was cancelled: a service that ends has no result
 
     async def _prompts(self, evaluation: Evaluation) -> list[Prompt]:
         source = PromptSource(self._data, evaluation.request.split, {"epoch": 0, "position": 0}, ahead=_AHEAD)

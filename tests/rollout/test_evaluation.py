@@ -87,3 +87,19 @@ def test_the_control_shows_every_prompt_another_rows_image(tmp_path: Path) -> No
         assert shown == {row: png_of((row + 1) % ROWS) for row in range(ROWS)}
 
     driven(scenario, tmp_path, "total_train_steps=1")
+
+
+def test_a_service_that_ends_in_its_middle_has_no_result(tmp_path: Path) -> None:
+    """Its trainer asks the next one again."""
+
+    async def scenario(run: Run) -> None:
+        await run.serve(0)
+        for server in run.servers:
+            server.third_token_on = "never"
+        await run.client.post("/evaluate", {"id": "cut", "step": 0, "split": "valid", "hold_publishing": False})
+        await run.until(lambda s: s["evaluating"] == ["cut"], "it runs")
+        run.session.stop()
+        assert await run.exit == 0
+        assert await run.session.evaluations.result("cut", 0.0) == {"done": False, "rows": 0}
+
+    driven(scenario, tmp_path)
