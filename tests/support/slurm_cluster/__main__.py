@@ -16,6 +16,7 @@ arguments = parser.parse_args()
 cluster = make(arguments.root.absolute(), accounting=not arguments.no_accounting, netns=arguments.netns)
 if arguments.act == "start":
     cluster.start()
+    cluster.hand_over()
     print(f"export SLURM_CONF={cluster.root}/conf/slurm.conf")
 else:
     cluster.take_over()

@@ -19,11 +19,11 @@ from typing import TextIO, TypeVar
 
 import psutil
 
+from tests.support.slurm_cluster import slots
 from tests.support.slurm_cluster.configuration import Shape, gres_conf, slurm_conf, slurmdbd_conf
 from tests.support.slurm_cluster.namespaces import Namespaces
 
 LOCK_SECS = 120.0
-SLOTS = 8
 HOSTS = Path("/etc/hosts")
 Found = TypeVar("Found")
 
@@ -88,13 +88,25 @@ class Cluster:
 
     def _take_a_slot(self) -> None:
         """Two clusters at once, of one test session or of several, have nothing in common."""
-        slot, self._lock = until(lambda: take_slot("cluster"), LOCK_SECS, "one of this machine's test clusters ends")
+        slot, self._lock = until(lambda: slots.take("cluster"), LOCK_SECS, "one of this machine's test clusters ends")
         self.shape = dataclasses.replace(self.shape, slot=slot)
+        left = slots.last_root(self._lock)
+        if left is not None:
+            end_daemons(left)
+        slots.note_root(self._lock, self.root)
+
+    def hand_over(self) -> None:
+        """It lives on after this process: another keeps its slot."""
+        assert self._lock is not None
+        (self.root / "run" / "sleep.pid").write_text(str(slots.keep_held(self._lock)))
 
     def take_over(self) -> None:
-        """A cluster that another process started, and left."""
+        """A cluster that another process started and handed over."""
         self.shape = dataclasses.replace(self.shape, slot=int((self.root / "slot").read_text()))
-        self._lock = _locked("cluster", self.shape.slot)
+        path = self.root / "run" / "sleep.pid"
+        _end(int(path.read_text()), "sleep")
+        path.unlink()
+        self._lock = until(lambda: slots.lock("cluster", self.shape.slot), 10, "its slot")
 
     def start_node(self, index: int, *, mounts: Sequence[tuple[Path, Path]] = ()) -> None:
         """`mounts`: (what, where) pairs that are mounted on this node only."""
@@ -125,7 +137,7 @@ class Cluster:
 
     def stop_node(self, index: int) -> None:
         path = self.root / "run" / f"slurmd-{self.shape.names[index - 1]}.pid"
-        _end(int(path.read_text()))
+        _end(int(path.read_text()), "slurmd")
         path.unlink(missing_ok=True)
 
     def kill_node(self, index: int) -> None:
@@ -233,40 +245,17 @@ class Cluster:
             with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
                 self.call("scancel", "--user=root", check=False, timeout=10)
                 until(lambda: not self.call("squeue", "-h", check=False, timeout=10), 30, "queue empty")
-        for path in [*pids.glob("slurmd-*.pid"), *(pids / f"{name}.pid" for name in
-                     ("slurmctld", "slurmdbd", "mariadbd", "munged"))]:  # fmt: skip
-            if path.exists():
-                _end(int(path.read_text()))
-                path.unlink(missing_ok=True)
+        end_daemons(self.root)
         self._forget_hosts()
-        if self.shape.netns:
-            self.namespaces.remove()
+        self.namespaces.remove()
         shutil.rmtree(self.root, ignore_errors=True)
+        slots.note_root(self._lock, None)
         self._lock.close()
         self._lock = None
 
 
 def make(root: Path, **changes: object) -> Cluster:
     return Cluster(Shape(root, socket.gethostname(), **changes))  # type: ignore[arg-type]
-
-
-def take_slot(kind: str) -> tuple[int, TextIO] | None:
-    """The first slot of this machine that nobody holds, and the file that holds it until it is closed."""
-    for slot in range(SLOTS):
-        file = _locked(kind, slot)
-        if file is not None:
-            return slot, file
-    return None
-
-
-def _locked(kind: str, slot: int) -> TextIO | None:
-    file = Path(f"/run/lock/vlm-rl-{kind}-{slot}").open("w")  # noqa: SIM115 -- held until stop
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
 
 
 @contextlib.contextmanager
@@ -282,9 +271,21 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _end(pid: int) -> None:
+def end_daemons(root: Path) -> None:
+    """Those of the cluster in `root`, by the pids that they wrote: nodes first, then what they need."""
+    names = ("slurmctld", "slurmdbd", "mariadbd", "munged")
+    for path in [*(root / "run").glob("slurmd-*.pid"), *(root / "run" / f"{name}.pid" for name in names)]:
+        if path.exists():
+            _end(int(path.read_text()), path.stem.partition("-")[0])
+            path.unlink(missing_ok=True)
+
+
+def _end(pid: int, name: str) -> None:
+    """Unless the pid is another's by now."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
+        if process.name() != name:
+            return
         process.terminate()
         gone = until_dead(process, 10)
         if not gone:
