@@ -34,12 +34,13 @@ class Counts:
         return self.consumed + self.ready + self.running
 
 
-def capacity(limits: Limits, counts: Counts, served: int, servers_take: int | None = None) -> int:
-    """How many new groups may be started now, at least 0. `servers_take`: groups at once, where the servers say so."""
+def capacity(limits: Limits, counts: Counts, served: int, servers_room: int | None = None) -> int:
+    """How many new groups may be started now, at least 0. `servers_room`: so many more the servers take."""
     room = within_staleness(limits, counts, served)
-    for at_once in (limits.max_concurrent_rollouts, servers_take):
-        if at_once is not None:
-            room = min(room, at_once - counts.running)
+    if limits.max_concurrent_rollouts is not None:
+        room = min(room, limits.max_concurrent_rollouts - counts.running)
+    if servers_room is not None:
+        room = min(room, servers_room)
     return max(room, 0)
 
 

@@ -69,6 +69,7 @@ class Collector:
         self._wake_forming = asyncio.Event()
         self._news = asyncio.Condition()
         self._running: set[asyncio.Task] = set()
+        self._generating: set[str] = set()
         self._recent: OrderedDict[int, Batch] = OrderedDict()
         self._last_formed = time.monotonic()
         self._blocked_secs = 0.0
@@ -175,7 +176,7 @@ class Collector:
     async def _admit_some(self, source: PromptSource) -> bool:
         """False behind the last prompt that will ever be started."""
         while not self._halted and (served := self._pool.served()) is not None:
-            if capacity(self._limits, self._buffer.counts(), served, self._servers_take()) == 0:
+            if capacity(self._limits, self._buffer.counts(), served, self._servers_room()) == 0:
                 total = self._limits.total_batches
                 return total is None or self.formed < total
             taken = await source.next()
@@ -184,9 +185,12 @@ class Collector:
             self._start_group(*taken, served)
         return True
 
-    def _servers_take(self) -> int | None:
+    def _servers_room(self) -> int | None:
+        """Groups that wait for their rewards are none of the servers' business."""
         requests = self._pool.most_requests()
-        return None if requests is None else max(1, -(-requests // self._generation.n_samples))
+        if requests is None:
+            return None
+        return max(1, -(-requests // self._generation.n_samples)) - len(self._generating)
 
     def _start_group(self, prompt: dict[str, Any], cursor_after: dict[str, Any] | None, served: int) -> None:
         group_id = group_id_of(prompt["epoch"], prompt["position"])
@@ -197,6 +201,7 @@ class Collector:
             return
         entry = Entry(group_id, cursor_after, served)
         self._buffer.add(entry)
+        self._generating.add(group_id)
         task = asyncio.create_task(self._run_group(entry, Prompt.from_json(prompt)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -213,6 +218,7 @@ class Collector:
                 self._generation,
                 n_samples=self._generation.n_samples,
                 started_version=entry.started_version,
+                generated=lambda: self._generated(entry.group_id),
             )
         except GroupVoidError as error:
             self._buffer.void(entry)
@@ -227,6 +233,10 @@ class Collector:
             self._buffer.finish(entry, group)
             self._failures.finished(group)
         self._wake_forming.set()
+        self._generated(entry.group_id)
+
+    def _generated(self, group_id: str) -> None:
+        self._generating.discard(group_id)
         self._wake_admission.set()
 
     def _next_size(self) -> int:

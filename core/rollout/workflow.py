@@ -8,10 +8,11 @@ another rendering of the prompt. Whether a void group matters is the collector's
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,8 +117,19 @@ class Workflow:
         n_samples: int,
         started_version: int,
         check_ids: bool = True,
+        generated: Callable[[], None] = lambda: None,
     ) -> Group:
-        """Raises GroupVoidError. A group is whole: one failed sample voids it and stops the others."""
+        """Raises GroupVoidError. A group is whole: one failed sample voids it and stops the others.
+
+        `generated` is called when the servers are done with it; grading may go on.
+        """
+        unfinished = set(range(n_samples))
+
+        def one_generated(number: int) -> None:
+            unfinished.discard(number)
+            if not unfinished:
+                generated()
+
         params = self._params(prompt, generation)
         images = Images(pngs)
         group_id = group_id_of(prompt.epoch, prompt.position)
@@ -134,7 +146,12 @@ class Workflow:
             )
             for i in range(n_samples)
         ]
-        tasks = [asyncio.create_task(self._sample(answer, group_id, started_version, first.name)) for answer in answers]
+        tasks = [
+            asyncio.create_task(
+                self._sample(answer, group_id, started_version, first.name, functools.partial(one_generated, i))
+            )
+            for i, answer in enumerate(answers)
+        ]
         try:
             samples = await asyncio.gather(*tasks)
         except BaseException:
@@ -163,7 +180,9 @@ class Workflow:
             )
         return params
 
-    async def _sample(self, answer: _Answer, group_id: str, started_version: int, preferred: str) -> Sample:
+    async def _sample(
+        self, answer: _Answer, group_id: str, started_version: int, preferred: str, generated: Callable[[], None]
+    ) -> Sample:
         try:
             async with asyncio.timeout(self._settings.request_timeout):
                 await self._generate(answer, preferred)
@@ -172,6 +191,7 @@ class Workflow:
                 "past its deadline",
                 f"{answer.sample_id}: not whole within rollout.request_timeout={self._settings.request_timeout:g} s",
             ) from None
+        generated()
         announce("reward")
         score, text = await self._grade(answer)
         prompt = answer.prompt

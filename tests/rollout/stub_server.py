@@ -60,6 +60,7 @@ class StubServer:
         self.load_delay = 0.0
         self.stuck = False
         self.out_of_memory = False
+        self.capacity: int | None = None
         self.third_token_on: str | None = None  # the version that it waits for
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -79,6 +80,7 @@ class StubServer:
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_post("/update_weights_from_disk", self._load)
         app.router.add_get("/model_info", self._info)
+        app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/abort_request", self._abort)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -106,6 +108,10 @@ class StubServer:
             "state": "up",
             "started": self.started,
         }
+
+    async def _server_info(self, http: web.Request) -> web.Response:
+        state = {} if self.capacity is None else {"effective_max_running_requests_per_dp": self.capacity}
+        return web.json_response({"internal_states": [state]})
 
     def _allowed(self, http: web.Request) -> None:
         if http.headers.get("Authorization") != f"Bearer {self.token}":

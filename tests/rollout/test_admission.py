@@ -18,8 +18,8 @@ def test_the_formula_of_the_design() -> None:
     assert capacity(limits, Counts(consumed=8, ready=0, running=6), served=9) == 1
     assert capacity(limits, Counts(consumed=16), served=1) == 0
     assert capacity(Limits(None, 0, 4), Counts(), served=0) == 4, "no limit on what runs at once"
-    assert capacity(limits, Counts(running=2), served=9, servers_take=5) == 3, "what the servers run bounds it too"
-    assert capacity(limits, Counts(running=6), served=9, servers_take=5) == 0, "a server has left"
+    assert capacity(limits, Counts(running=2), served=9, servers_room=3) == 3, "what the servers run bounds it too"
+    assert capacity(limits, Counts(running=6), served=9, servers_room=-1) == 0, "a server has left"
     assert capacity(Limits(None, 9, 4, total_batches=2), Counts(consumed=4, running=3), served=0) == 1
 
 

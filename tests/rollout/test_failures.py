@@ -280,6 +280,22 @@ def test_a_failed_reward_scores_zero_and_is_counted(tmp_path: Path, name: str, k
     driven(scenario, tmp_path, f"reward=my_rewards:{name}", "rollout.reward_timeout=0.5")
 
 
+def test_a_group_that_waits_for_its_rewards_takes_no_room_on_the_servers(tmp_path: Path) -> None:
+    """One group at a time fits the server; the first one's rewards hang; the five behind it are sampled meanwhile."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+
+    async def scenario(run: Run) -> None:
+        stub = run.servers[0]
+        stub.capacity, stub.delay = 1, 0.01
+        await run.serve(0)
+        await run.until(lambda status: status["ready"] == 5 and status["running"] == 1, "all but the first are ready")
+        assert stub.most_active == 2, "twice what it runs at once"
+        assert (await run.client.get("/status"))["servers"]["server-0"]["capacity"] == 1
+
+    more = ["rollout.reward_timeout=60", "rollout.max_head_offpolicyness=2", "rollout.reward_workers=3"]
+    driven(scenario, tmp_path, "reward=my_rewards:hanging_once", *more, servers=1)
+
+
 def test_rewards_that_always_raise_stop_the_run_with_the_first_traceback(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(REWARDS)
 
