@@ -29,8 +29,10 @@ class ServerDirectory:
     def __init__(self) -> None:
         _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = self.path / ".lock"
+        self._handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
+        lock.rename(self.path / _LOCK)  # never seen unlocked by one that sweeps
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

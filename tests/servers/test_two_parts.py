@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from core.inference.belongings import segments, unlink
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Seat, launch
 from core.inference.ports import take_block
@@ -41,10 +42,12 @@ def test_two_parts_answer_as_one(model: Path, tmp_path: Path) -> None:
                 parts.append(subprocess.Popen(words, env=environment(line.env), stdout=log, stderr=log))
         answer = asyncio.run(ask(f"http://127.0.0.1:{blocks[0].first}", parts, tmp_path))
     finally:
+        left = {name for part in parts for name in segments(part.pid)}
         for part in parts:
             part.terminate()
         for part in parts:
             part.wait(60)
+        unlink(left)
         for block in blocks:
             block.close()
     own = OwnModel(model)
