@@ -232,10 +232,13 @@ class ServerPool:
         self._retired.discard(client)
 
     async def _return(self, known: Server, row: dict[str, Any]) -> None:
-        """The same process as before, said to be up: it must answer before it is taken in again."""
+        """The same process as before, said to be up: it must answer before it is taken in again, and answer in time."""
         try:
             await asyncio.wait_for(known.client.model_info(), _PROBE_SECS)
         except (ServerLostError, ServerRefusedError, TimeoutError):
+            if time.monotonic() - known.moved > self._deadline:
+                self._barred[known.name] = known.started
+                self._spawn(self._restart(known))
             return
         finally:
             self._returning.discard(known.name)

@@ -162,6 +162,23 @@ def test_a_server_that_dies_half_loaded_is_loaded_anew_before_it_is_asked(tmp_pa
     driven(scenario, tmp_path)
 
 
+def test_a_server_that_lives_and_cannot_be_reached_is_restarted(tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        run.servers[0].third_token_on = "never"
+        await run.serve(0)
+        await run.until(lambda s: s["servers"]["server-0"]["running"] == 4, "two groups on it")
+        await run.servers[0].die()  # its daemon goes on to say that it is up
+        assert len(await all_samples(run, 1) + await all_samples(run, 2)) == 8
+        while "restart server-0" not in run.daemon.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert run.daemon.calls.count("restart server-0") == 1
+        run.servers[0].third_token_on = None
+        await run.servers[0].start()
+        await run.until(lambda s: s["servers"]["server-0"]["state"] == "serving", "started anew, it is back")
+
+    driven(scenario, tmp_path, "rollout.server_deadline=0.6")
+
+
 def test_a_server_out_of_memory_is_restarted_and_costs_no_group(tmp_path: Path) -> None:
     """It answers, and at once: with the shortest queue it would be given everything."""
 
