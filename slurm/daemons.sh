@@ -32,7 +32,7 @@ left=${#COMPONENTS[@]} status=() deadline=0
 while [ "$left" -gt 0 ] && { [ "$deadline" = 0 ] || [ "$SECONDS" -lt "$deadline" ]; }; do
   read -r -t 5 name code <&9 || continue
   left=$((left - 1)) status+=("$name=$code")
-  if [ "$name" = "$main" ]; then deadline=$((SECONDS + 60))
+  if [ "$name" = "$main" ]; then deadline=$((SECONDS + 30))
   elif [ "$code" = 86 ]; then deadline=$((SECONDS + 10))
   elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + 240)); fi
 done

@@ -70,7 +70,7 @@ PARTS = (
     Part(
         "slurm",
         # two clusters side by side: most of the time is Slurm's own waiting
-        (pytest_command("-n", "2", "--dist", "loadgroup", "tests/slurm_cluster"),),
+        (pytest_command("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/slurm_cluster"),),
         15,
         needs=CLUSTER,
         root=True,

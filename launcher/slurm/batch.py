@@ -89,6 +89,7 @@ def finish(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> int:
         reason = broken_off(run_dir, attempt, statuses)
         preempted = AGAIN_STATUS in statuses.values() and reason is None
         phase = Phase.PREEMPTED if preempted else Phase.FAILED
+        reason = reason or lost_nodes(run_dir, attempt, statuses)
         state = write_state(run_dir, dataclasses.replace(state, phase=phase, error=reason))
     if state.phase is Phase.DONE:  # the run is whole; only a step's own end was not clean
         return 0
@@ -124,6 +125,17 @@ def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> Ru
         for name, code in statuses.items()
     ] or ["no step reported its end"]
     return RunError("slurm", "; ".join(parts), log=str(run_dir.logs / str(attempt)))
+
+
+def lost_nodes(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> RunError | None:
+    """Slurm lost a node and warned the others: the srun of its step returned 0, which no daemon of this run did."""
+    gone = [name for name, code in statuses.items() if code == 0]
+    if not gone:
+        return None
+    begun = json.loads((run_dir.logs / str(attempt) / "job.json").read_text())
+    nodes = ", ".join(begun["nodes"].get(f"VLM_RL_{name.upper()}_NODES", "?") for name in gone)
+    text = f"Slurm lost a node of {nodes}: the step ended with 0, but its daemon never wrote that the run is done"
+    return RunError(f"step of {' and '.join(gone)}", text, log=str(run_dir.logs / str(attempt)))
 
 
 def say(text: str) -> None:

@@ -24,7 +24,7 @@ AGAIN_STATUS = 85
 NAMED = (
     "partition", "account", "qos", "time", "constraint", "reservation", "nodelist", "exclude", "licenses", "comment",
 )  # fmt: skip
-LINGER_SECS = 60
+LINGER_SECS = 30
 """After the main component's end, how long the others may take."""
 VERDICT_SECS = 240
 """After another component broke off: until then the lead has seen it (45 s; in preflight 180 s), torn down and written

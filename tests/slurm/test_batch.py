@@ -130,6 +130,19 @@ def test_a_step_told_to_stop_before_its_lead_could_write(make: Make) -> None:
     assert finish(make(phase=Phase.RUNNING), 1, {"inference": 85, "training": 85}) == AGAIN_STATUS
 
 
+def test_a_step_that_ended_with_0_while_the_others_were_warned_lost_its_node(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm does when it notices a dead node: srun 0 there, TERM elsewhere, the whole job back to the queue."""
+    monkeypatch.setenv("VLM_RL_TRAINING_NODES", "node7")
+    run_dir = make()
+    start(run_dir)
+    assert finish(run_dir, 1, {"inference": 85, "training": 0}) == AGAIN_STATUS
+    state = read_state(run_dir)
+    assert state is not None and state.phase is Phase.PREEMPTED and state.error is not None
+    assert state.error.process == "step of training" and "lost a node of node7" in state.error.message
+
+
 def test_nothing_of_an_attempt_is_in_the_pickle() -> None:
     """fairchem PR 1055: a requeue replays the original pickle and resumes from the same old checkpoint for ever."""
     again = pickle.loads(pickle.dumps(NodeTask("/shared/run", "training")))

@@ -117,7 +117,7 @@ class Run:
     def _goes_on(self) -> bool:
         """An error of its own ends a run for good: no use to wait."""
         error = self.state.error
-        assert error is None or error.process.startswith("daemon of"), error
+        assert error is None or error.process.startswith(("daemon of", "step of")), error
         return True
 
     def await_phase(self, *phases: str, seconds: float = 120) -> State:

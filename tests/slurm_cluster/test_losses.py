@@ -62,13 +62,43 @@ def test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_does_withou
         text = job.launcher("status", str(job.root)).expect().out
         assert f"daemon of inference-1: on {host}: no heartbeat for" in text
         assert noticed <= 45, noticed
-        until(lambda: job.requeues(leader) == 1, 60, "the job asks for one requeue")
+        until(lambda: job.requeues(leader) == 1, 90, "the job asks for one requeue")
         job.cluster.notice_lost_node(index)
         job.await_attempt(2)
         before = len(job.steps)
         job.await_step(before + 1)
     finally:
         job.cluster.start_node(index)
+    job.launcher("cancel", str(job.root)).expect()
+    job.launcher("audit", str(job.root)).expect()
+    job.await_out_of_queue()
+    job.nothing_left()
+
+
+def test_a_lost_node_whose_srun_returned_0_is_named_and_the_run_goes_on(run: Start) -> None:
+    """Here Slurm notices first: it ends the dead node's step with 0, warns the rest and takes the whole job back."""
+    job = run(*LONG)
+    leader = job.submit()
+    job.await_step(2)
+    host = job.host_of("training-0")
+    index = job.cluster.shape.names.index(host) + 1
+    began = time.monotonic()
+    job.cluster.kill_node(index)
+    try:
+        others = ",".join(str(number) for number in range(1, 5) if number != index)
+        with job.cluster.drained(others):
+            job.cluster.notice_lost_node(index)
+            until(lambda: job.state.error is not None, 60, "the loss is written down")
+            noticed = time.monotonic() - began
+            text = job.launcher("status", str(job.root)).expect().out
+            assert "step of training" in text and f"Slurm lost a node of {host}" in text
+            assert noticed <= 45, noticed
+        job.await_attempt(2)
+        before = len(job.steps)
+        job.await_step(before + 1)
+    finally:
+        job.cluster.start_node(index)
+    assert "training 0" in (job.root / "submitit" / f"{leader}.out").read_text()
     job.launcher("cancel", str(job.root)).expect()
     job.launcher("audit", str(job.root)).expect()
     job.await_out_of_queue()
