@@ -319,3 +319,28 @@ def test_the_last_batch_is_given_out_though_its_waiting_timed_out_as_it_came() -
             assert await collector.batch(2, 0.0) is None
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_every_server_can_be_asked_for_a_fresh_answer_and_nothing_is_counted(tmp_path: Path) -> None:
+    """What the parity gate compares where a batch holds nothing that the trainer's version sampled."""
+
+    async def scenario(run: Run) -> None:
+        await run.serve(0)
+        await run.batch(1)
+        before = await run.until(lambda status: status["running"] == 0, "all that may be started is finished")
+        samples, _ = decode_samples(await run.client.get_bytes("/probe/0"))
+        names = [sample.sample_id for sample in samples]
+        assert names == [f"server-{i}, train-{row}" for i in (0, 1) for row in (0, 1)]
+        for sample in samples:
+            assert set(sample.versions.tolist()) == {0} and sample.images and sample.prompt_ids.tolist().count(5) > 1
+        after = await run.client.get("/status")
+        assert {key: after[key] for key in ("consumed", "ready", "batches")} == {
+            key: before[key] for key in ("consumed", "ready", "batches")
+        }
+        with pytest.raises(RpcError) as refused:
+            await run.client.get_bytes("/probe/1")
+        assert refused.value.status == 503 and "not yet served by server-0, server-1" in str(refused.value)
+        with pytest.raises(RpcError, match="a version is a number"):
+            await run.client.get_bytes("/probe/new")
+
+    driven(scenario, tmp_path)
