@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs" / "qwen2_5_vl_3b_geometry3k_grpo.yaml"
 MARK = "BENCH_GPU_RUN"
 GONE_SECS = 60.0
+RESIDUE_MIB = 16  # that the driver itself may keep for a while after the last process (4 were seen)
 RATE_BYTES = 1 << 30
 
 
@@ -132,7 +133,7 @@ def left_behind(mark: str, before: list[int]) -> tuple[float, list[str]]:
         left = [f"process {each}" for each in marked(mark)]
         left += [f"GPU process {each}" for each in gpu_processes()]
         now = gpu_memory()
-        left += [f"GPU {i}: {now[i]} MiB, before {was}" for i, was in enumerate(before) if now[i] > was]
+        left += [f"GPU {i}: {now[i]} MiB, before {was}" for i, was in enumerate(before) if now[i] > was + RESIDUE_MIB]
         if not left or time.monotonic() - began > GONE_SECS:
             return time.monotonic() - began, left
         time.sleep(0.2)

@@ -43,8 +43,6 @@ SHAPED_3B = TinyModel(
 SHAPED_TINY = TinyModel(
     hidden=256, intermediate=512, vision_hidden=320, vision_intermediate=512, dtype="bfloat16", jitter=0.02
 )
-# logits of a spread of 2: with 0.02 they are near uniform, and no two implementations could differ in them
-EMBEDDING_SPREAD = 0.05
 # width, height of rows of Geometry3K, from its smallest to its largest in a sample
 SIZES = (
     *((214, 303), (250, 251), (282, 150), (301, 116), (316, 230)),
@@ -84,10 +82,9 @@ def drawn(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape in shapes:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        spread = EMBEDDING_SPREAD if "embed_tokens" in name else model.initializer_range
         centre = 1.0 if len(shape) == 1 and not name.endswith(".bias") else 0.0
         noise = torch.randn(shape, generator=generator, device=device)
-        yield name, (centre + spread * noise).bfloat16().cpu()
+        yield name, (centre + model.initializer_range * noise).bfloat16().cpu()
 
 
 def write_pictures(directory: Path, rows: int) -> None:

@@ -18,6 +18,9 @@ from core.parallel.mesh import Mesh
 from models.archon.qwen2.model.vision import Features
 
 ONE_UNIT_BELOW = 20_000_000
+# All blocks share one cache of compiled functions: by kind of block, range of lengths, and with gradients or without. A
+# GRPO step of the 3B shape needs 11 (seen); beyond dynamo's limit of 8 a block runs eagerly, with one warning.
+COMPILED_VARIANTS = 64
 
 _SAVED_OPS = [
     torch.ops.aten.mm.default,
@@ -75,6 +78,8 @@ def prepare_blocks(model: Any, mesh: Mesh, actor: Any) -> None:
 
 def compile_blocks(model: Any) -> None:
     """Each block alone: blocks of a kind share one compiled function, and hooks of FSDP stay outside it."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, COMPILED_VARIANTS)
     for block in blocks_of(model):
         block.forward = torch.compile(block.forward)
 
