@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from core.weights.versions import STAGING
 JOURNAL = "published.jsonl"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".md", ".msgpack", ".h5")
 _MAX_AUX_BYTES = 256 << 20
+_PART_BYTES = 512 << 20  # hashed, written and later fetched by a thread of its own
+_MOST_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def publish(
 
     def write() -> Share:
         staging.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return _write_share(staging / f"model-{rank + 1:05d}-of-{world:05d}.safetensors", tensors)
+        return _write_share(staging, f"model-{rank + 1:05d}-of-{world:05d}", tensors)
 
     shares: list[Share] = gather(_guarded(write, staging))
     _raise_failure([share.failure for share in shares], staging, rank, barrier)
@@ -145,13 +148,36 @@ def _raise_failure(
     raise WeightsError(f"rank {failed_rank} could not publish: {message}")
 
 
-def _write_share(path: Path, tensors: Mapping[str, torch.Tensor]) -> Share:
-    if not tensors:
-        return Share({}, {})
-    names = sorted(tensors)
-    unknown = [name for name in names if tensors[name].dtype not in DTYPES]
+def _write_share(staging: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Share:
+    """One file, or several at once where there is much: `stem`, `stem`-2, …."""
+    unknown = [name for name in sorted(tensors) if tensors[name].dtype not in DTYPES]
     if unknown:
         raise WeightsError(f"tensor {unknown[0]}: dtype {tensors[unknown[0]].dtype} cannot be published")
+    parts = _parts(tensors)
+    if not parts:
+        return Share({}, {})
+    paths = [staging / f"{stem}{f'-{number}' if number > 1 else ''}.safetensors" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        return _write_part(paths[0], parts[0])
+    with ThreadPoolExecutor(len(parts), thread_name_prefix="publish") as pool:
+        return _merge(list(pool.map(_write_part, paths, parts)), staging)
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Tensors in the order of their names, cut where the middle of one passes a share of the bytes."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    count = min(_MOST_PARTS, max(1, total // _PART_BYTES))
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    done = 0
+    for name in sorted(tensors):
+        size = tensors[name].nbytes
+        parts[min(count - 1, (2 * done + size) * count // max(1, 2 * total))][name] = tensors[name]
+        done += size
+    return [part for part in parts if part]
+
+
+def _write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> Share:
+    names = sorted(tensors)
     header, entries = header_bytes((name, DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names)
     records: dict[str, TensorRecord] = {}
     with path.open("xb") as file:

@@ -37,6 +37,19 @@ def test_tensors_come_back_bit_for_bit(tmp_path, tensors, publish_alone) -> None
     assert index["weight_map"].keys() == tensors.keys()
 
 
+def test_much_is_written_and_fetched_as_several_files(tmp_path, publish_alone, monkeypatch) -> None:
+    tensors = {f"layer.{n}": torch.randn(40, 8) for n in range(6)}
+    monkeypatch.setattr("core.weights.publish._PART_BYTES", 2 * 40 * 8 * 4)
+    manifest = publish_alone("v000000-r0", tensors)
+    directory = tmp_path / "weights" / "v000000-r0"
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert files == [f"model-00001-of-00001{part}.safetensors" for part in ("-2", "-3", "")]
+    assert {record.file for record in manifest.tensors.values()} == set(files)
+    local = fetch(directory, manifest.digest, tmp_path / "local")
+    ours = dict(read_tensors(local))
+    assert ours.keys() == tensors.keys() and all(torch.equal(ours[name], tensors[name]) for name in tensors)
+
+
 def test_companion_files_travel_and_weights_of_the_base_do_not(tmp_path, tensors, publish_alone) -> None:
     manifest = publish_alone("v000000-r0", {name: tensor.float() for name, tensor in tensors.items()})
     directory = tmp_path / "weights" / "v000000-r0"
