@@ -50,6 +50,7 @@ class Offer:
     context_length: int | None
     tells_versions: bool
     aborts_by_route: bool
+    takes_images: bool
 
 
 class VLLMClient:
@@ -93,6 +94,9 @@ class VLLMClient:
         """
         generation = partial if partial is not None else Generation()
         offer = await self.offer()
+        if len(request.images) and not offer.takes_images:
+            # its parser drops what it does not know: it would answer about no image at all
+            raise ServerRefusedError(f"{self.url}: {GENERATE} of this vLLM takes no images (0.26 is such, 0.32 is not)")
         sent = _Sent(self._version, self._loads, offer.tells_versions)
         async with self._connection.answer(GENERATE, _body(request, offer.model, stream)) as reply:
             if not stream:
@@ -155,7 +159,8 @@ class VLLMClient:
 
     async def offer(self) -> Offer:
         if self._offer is None:
-            routes = (await self._connection.get("/openapi.json", timeout=30)).get("paths", {})
+            told = await self._connection.get("/openapi.json", timeout=30)
+            routes = told.get("paths", {})
             if GENERATE not in routes:
                 raise ServerRefusedError(f"{self.url} has no {GENERATE}: start vLLM with --enable-scale-out", 404)
             models = (await self._connection.get("/v1/models", timeout=30)).get("data") or [{}]
@@ -166,6 +171,7 @@ class VLLMClient:
                 context_length=card.get("max_model_len"),
                 tells_versions={"/weight_info", "/update_weight_version"} <= routes.keys(),
                 aborts_by_route="/abort_requests" in routes,
+                takes_images="content_parts" in _fields(told, "GenerateRequest"),
             )
         return self._offer
 
@@ -201,6 +207,11 @@ class VLLMClient:
             # it may have been queued through the load: which version answered is not told
             raise ServerLostError(f"{self.url}: weights were loaded while it answered, and it does not tell versions")
         return []
+
+
+def _fields(told: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
+    """The fields of a request's body, by an OpenAPI document."""
+    return told.get("components", {}).get("schemas", {}).get(schema, {}).get("properties", {})
 
 
 @dataclass(frozen=True)
