@@ -59,9 +59,18 @@ def _make(recipe: Recipe, directory: Path, pip_arguments: Sequence[str], say: Ca
     if recipe.not_kept:
         _run([*pip, "uninstall", "-y", *recipe.not_kept], " ".join(recipe.not_kept))
     _copy(recipe, directory)
-    _run([str(python), "-P", "-c", f"import torch, {recipe.backend}"], f"importing {recipe.backend}")
+    _run([str(python), "-P", "-c", _proof(recipe)], f"importing {recipe.backend}")
     (directory / MADE).write_text(recipe.key + "\n")
     return python
+
+
+def _proof(recipe: Recipe) -> str:
+    """A program that fails where the environment is not what it should be."""
+    lines = ["import torch"]
+    if recipe.device == "cuda":  # an index or folder of CPU wheels that pip knows of wins over the CUDA build
+        hint = "give pip another index (--pip) or empty PIP_FIND_LINKS"
+        lines.append(f"assert torch.version.cuda, f'torch {{torch.__version__}} has no CUDA: {hint}'")
+    return "\n".join([*lines, f"import {recipe.backend}"])
 
 
 def _copy(recipe: Recipe, directory: Path) -> None:
