@@ -71,7 +71,7 @@ class Collector:
         self._running: set[asyncio.Task] = set()
         self._generating: set[str] = set()
         self._recent: OrderedDict[int, Batch] = OrderedDict()
-        self._last_formed = time.monotonic()
+        self._sampled = 0  # tokens of finished answers
         self._blocked_secs = 0.0
         self._blocked_at_last = 0.0
         self._busy_at_last = 0.0
@@ -92,7 +92,6 @@ class Collector:
         cursor = self._journal.cursor_after(self.formed)
         self._buffer.consumed = self.formed * self._limits.batch_size
         self._source = PromptSource(self._data, "train", cursor, ahead=2 * self._limits.batch_size)
-        self._last_formed = time.monotonic()
         print(f"rollout goes on behind batch {self.formed} (trainer at step {step}), data from {cursor}", flush=True)
 
     def halt(self) -> None:
@@ -278,17 +277,20 @@ class Collector:
             self._news.notify_all()
 
     def _interval_stats(self) -> dict[str, Any]:
-        """What happened since the last batch."""
-        now, busy, tally = time.monotonic(), self._pool.busy_secs(), self._failures.take_tally()
-        secs = max(now - self._last_formed, 1e-9)
+        """What happened since the last batch; the rate is that of all servers since the start, while they had work.
+
+        Batches that were held back by the staleness bound are formed in one instant: a rate between two means nothing.
+        """
+        busy, tally = self._pool.busy_secs(), self._failures.take_tally()
+        self._sampled += tally.tokens
         stats = {
-            "rollout_tokens_per_s": tally.tokens / secs,
+            "rollout_tokens_per_s": self._sampled * max(1, len(self._pool.in_rotation())) / max(busy, 1e-9),
             "wait_trainer_secs": self._blocked_secs - self._blocked_at_last,
             "server_busy_secs": busy - self._busy_at_last,
             "void": tally.void,
             "reward_errors": tally.reward_errors,
         }
-        self._last_formed, self._busy_at_last, self._blocked_at_last = now, busy, self._blocked_secs
+        self._busy_at_last, self._blocked_at_last = busy, self._blocked_secs
         return stats
 
     def _remember(self, step: int, batch: Batch) -> None:
