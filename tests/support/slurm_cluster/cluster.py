@@ -8,7 +8,6 @@ import fcntl
 import os
 import shlex
 import shutil
-import signal
 import socket
 import stat
 import subprocess
@@ -146,20 +145,20 @@ class Cluster:
         if self.shape.netns:
             self.namespaces.unplug(index)
         path = self.root / "run" / f"slurmd-{name}.pid"
-        with contextlib.suppress(OSError, ValueError):
-            os.kill(int(path.read_text()), signal.SIGKILL)
-        path.unlink(missing_ok=True)
-        for process in self.processes_on(index):
+        for process in self._processes_beside(int(path.read_text())):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        path.unlink(missing_ok=True)
 
-    def processes_on(self, index: int) -> list[psutil.Process]:
-        """Everything in the node's UTS namespace that is no daemon of the cluster."""
-        name = self.shape.names[index - 1]
+    @staticmethod
+    def _processes_beside(pid: int) -> list[psutil.Process]:
+        """Everything in the UTS namespace of a slurmd, itself and its slurmstepds too."""
+        space = Path(f"/proc/{pid}/ns/uts").readlink()
+        assert space != Path("/proc/self/ns/uts").readlink(), "that would be this whole machine"
         found = []
-        for process in psutil.process_iter(["name"]):
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get("SLURMD_NODENAME") == name and process.info["name"] != "slurmd":
+                if Path(f"/proc/{process.pid}/ns/uts").readlink() == space:
                     found.append(process)
         return found
 
@@ -207,13 +206,15 @@ class Cluster:
 
     def _accounting(self) -> None:
         data, sock = self.root / "mysql", self.root / "mysql" / "sock"
-        data.mkdir(exist_ok=True)
-        shutil.chown(data, "mysql")
-        self._spawn(["mariadb-install-db", "--no-defaults", "--user=mysql", f"--datadir={data}",
+        scratch = self.root / "mysql-tmp"  # in a common /tmp each server removes the others' temporary tables
+        for path in (data, scratch):
+            path.mkdir(exist_ok=True)
+            shutil.chown(path, "mysql")
+        self._spawn(["mariadb-install-db", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--tmpdir={scratch}",
                      "--auth-root-authentication-method=normal", "--skip-test-db"])  # fmt: skip
         log = (self.root / "log" / "mariadb.log").open("ab")
-        words = ["mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--socket={sock}",
-                 "--bind-address=127.0.0.1", f"--port={self.shape.sql_port}", "--innodb-buffer-pool-size=64M",
+        words = ["mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--tmpdir={scratch}",
+                 f"--socket={sock}", "--bind-address=127.0.0.1", f"--port={self.shape.sql_port}", "--innodb-buffer-pool-size=64M",
                  "--innodb-flush-log-at-trx-commit=0"]  # fmt: skip
         database = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         (self.root / "run" / "mariadbd.pid").write_text(str(database.pid))
