@@ -214,8 +214,8 @@ class Cluster:
                      "--auth-root-authentication-method=normal", "--skip-test-db"])  # fmt: skip
         log = (self.root / "log" / "mariadb.log").open("ab")
         words = ["mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--tmpdir={scratch}",
-                 f"--socket={sock}", "--bind-address=127.0.0.1", f"--port={self.shape.sql_port}", "--innodb-buffer-pool-size=64M",
-                 "--innodb-flush-log-at-trx-commit=0"]  # fmt: skip
+                 f"--socket={sock}", "--bind-address=127.0.0.1", f"--port={self.shape.sql_port}",
+                 "--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0"]  # fmt: skip
         database = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         (self.root / "run" / "mariadbd.pid").write_text(str(database.pid))
         admin = ["mariadb", "--no-defaults", "-S", str(sock), "-uroot"]
