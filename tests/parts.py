@@ -76,6 +76,13 @@ PARTS = (
         needs=CLUSTER,
         root=True,
     ),
+    Part(
+        "sixteen daemons",  # alone, since it is timed
+        (pytest_command("-m", "slow", "-s", "tests/slurm_cluster/test_sixteen.py"),),
+        8,
+        needs=("ip", "nsenter"),
+        root=True,
+    ),
     Part("end to end", (pytest_command("tests/e2e"),), 20),
     Part("reliability", (pytest_command("-n", "2", "tests/reliability", "tests/fuzz"),), 10),
     Part("security", (pytest_command("tests/security"),), 5),
