@@ -16,6 +16,7 @@ from pathlib import Path
 
 from core.config import Config, load
 from launcher.node import __main__ as node_daemon
+from launcher.node import orphan
 from launcher.node.book import node_names
 from launcher.node.state import read_state
 from launcher.planning.layout import Plan
@@ -77,8 +78,8 @@ class NodeTask:
         os.close(handle)
         status = serve(run_dir, place)
         state = read_state(run_dir)
-        if status == AGAIN_STATUS:
-            sys.exit(AGAIN_STATUS)
+        if status in (AGAIN_STATUS, orphan.STATUS):  # the batch script tells them apart
+            sys.exit(status)
         if status != 0:
             raise NodeFailed(f"{place.name} on {place.host} ended with status {status}; see {log}")
         return {"node": place.name, "host": place.host, "attempt": place.attempt, "step": state.step if state else None}
