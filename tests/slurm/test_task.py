@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.config import load
+from launcher.run_dir import RunDir
 from launcher.slurm.task import CACHES, PROXIES, Place, scratch_directory, surroundings
 from tests.support.runs import ROOT
 
@@ -56,3 +57,19 @@ def test_the_local_directory_of_the_configuration_wins(tmp_path: Path, monkeypat
     monkeypatch.setenv("SLURM_TMPDIR", "/tmp")
     config = load(ROOT / "configs" / "smoke.yaml", [f"paths.local={tmp_path}"])
     assert scratch_directory(config, PLACE).parent == tmp_path
+
+
+@pytest.mark.parametrize("status", [85, 86, 1, 0])
+def test_how_a_daemon_ended_is_the_exit_status_of_its_task(status: int, tmp_path: Path) -> None:
+    """85: stopped by the cluster, 86: lost its lead; the batch script tells them from an error."""
+    RunDir(tmp_path).create()
+    code = f"""
+import sys
+from launcher.slurm import task
+task.serve = lambda run_dir, place: {status}
+sys.exit(task.main([{str(tmp_path)!r}, "training"]))
+"""
+    place = {"VLM_RL_ATTEMPT": "1", "SLURM_PROCID": "0", "VLM_RL_TRAINING_NODES": "n1", "SLURMD_NODENAME": "n1"}
+    words = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT), **place}, timeout=60, check=False)
+    assert done.returncode == status
