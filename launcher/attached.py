@@ -29,6 +29,8 @@ from launcher.schedulers.base import Placement
 LOOK_SECS = 0.2
 LAST_SECS = 45.0
 """After the first daemon's end, how long the others may take before they are told to."""
+LEADLESS_SECS = 5.0
+"""The same once the lead daemon has ended: it has waited for those that answer."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -55,11 +57,12 @@ class Attendance:
                 return
             if first_end is None and any(code is not None for code in exits.values()):
                 first_end = time.monotonic()
-            overdue = first_end is not None and time.monotonic() - first_end > LAST_SECS * (1 + told)
+            leads = exits[lead_node(self.launch.plan)] is None
+            patience = (LAST_SECS if leads else LEADLESS_SECS) + LAST_SECS * told
+            overdue = first_end is not None and time.monotonic() - first_end > patience
             if self.signals > told or overdue:
                 told += 1
                 self.placement.stop()
-            leads = exits[lead_node(self.launch.plan)] is None
             if leads and self._lost is None and silence.too_long():
                 self._end_silent(silence.error())
             self._woken.wait(LOOK_SECS)
