@@ -118,6 +118,10 @@ def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> Ru
         return RunError("preflight", verdict.read_text().strip(), log=str(verdict.parent))
     if statuses and set(statuses.values()) <= {0, AGAIN_STATUS} and AGAIN_STATUS in statuses.values():
         return None
+    for name, code in statuses.items():
+        if code and not run_dir.log(attempt, name, 0, "daemon").exists():
+            text = f"never started: its srun ended with status {code}; what it said is in {run_dir.submitit}/*.out"
+            return RunError(f"daemon of {name}-0", text, log=str(run_dir.submitit))
     parts = [
         f"the step of {name} ended with 0, but its lead daemon never wrote that the run is done"
         if code == 0

@@ -87,9 +87,21 @@ def test_done_is_done(make: Make) -> None:
 )
 def test_a_lead_that_could_not_write_is_written_for(make: Make, statuses: dict[str, int], named: str) -> None:
     run_dir = make(phase=Phase.RUNNING)
+    for name in statuses:
+        run_dir.log(1, name, 0, "daemon").touch()
     assert finish(run_dir, 1, statuses) == 1
     state = read_state(run_dir)
     assert state is not None and state.error is not None and named in state.error.message
+
+
+def test_a_step_that_slurm_could_not_start_is_tried_again(make: Make) -> None:
+    """`srun: error: Unable to create step` (seen after a lost node on 22.05): no error of the run's."""
+    run_dir = make(phase=Phase.STARTING)
+    run_dir.log(1, "inference", 0, "daemon").touch()
+    assert finish(run_dir, 1, {"training": 1}) == AGAIN_STATUS
+    state = read_state(run_dir)
+    assert state is not None and state.error is not None and state.error.process == "daemon of training-0"
+    assert "never started: its srun ended with status 1" in state.error.message
 
 
 def test_a_failed_preflight_is_the_reason(make: Make) -> None:

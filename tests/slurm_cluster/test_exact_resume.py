@@ -105,9 +105,9 @@ def test_a_time_limit_under_ten_minutes_asks_for_one_requeue(broken: Start, whol
 
 
 def test_the_lead_daemons_node_is_lost(broken: Start, whole: Run) -> None:
-    """Long before Slurm notices, who lost the lead writes it down, and the job asks for one requeue."""
+    """Who lost the lead writes it down, long before Slurm notices; when Slurm has, the job goes on elsewhere."""
     job = broken("reward=late:slow")
-    leader = job.submit()
+    job.submit()
     job.await_step(2)
     host = job.host_of("training-0")
     index = job.cluster.shape.names.index(host) + 1
@@ -119,10 +119,9 @@ def test_the_lead_daemons_node_is_lost(broken: Start, whole: Run) -> None:
         text = job.launcher("status", str(job.root)).expect().out
         assert f"daemon of training-0: on {host}: its registry is lost" in text
         assert noticed <= 45, noticed
-        until(lambda: job.requeues(leader) == 1, 90, "the job asks for one requeue")
         job.cluster.notice_lost_node(index)
         job.await_attempt(2)
     finally:
         job.cluster.start_node(index)
-    assert job.await_phase("done", seconds=180).attempt == 2
+    assert job.await_phase("done", seconds=180).attempt >= 2
     assert_same(job, whole)
