@@ -71,7 +71,7 @@ def process(run_dir: RunDir, tmp_path: Path) -> Iterator[tuple[subprocess.Popen,
         text=True,
     )
     try:
-        assert daemon.heard.wait(60), child.poll()
+        assert daemon.heard.wait(120), child.poll()
         entry = daemon.registered["server-0"]
         assert entry["pid"] == child.pid
         yield child, Remote(entry["url"], None, urllib3.PoolManager(), run_dir.read_token())  # type: ignore[arg-type]
