@@ -8,6 +8,7 @@ from pydantic_core import ErrorDetails
 from core.config.base import Section, scalar_kinds
 from core.config.names import names_at, nearest, nearest_key
 from core.config.reading import Document, Path, child, dotted
+from core.config.slurm import WANTED
 
 _SECRET = ("key", "token", "password", "secret")
 
@@ -44,7 +45,8 @@ def _reason(error: ErrorDetails, path: Path, schema: type[Section]) -> str:
         case "string_type":
             return f"wants text; found {found}"
         case "string_pattern_mismatch":
-            return f"wants letters, digits, '.', '_' and '-', beginning with a letter or digit; found {found}"
+            name = "letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            return f"wants {WANTED.get(str(path[-1]), name)}; found {found}"
         case "greater_than_equal":
             return f"wants at least {context['ge']}; found {found}"
         case "greater_than":

@@ -14,6 +14,12 @@ Count = Annotated[int, Field(ge=1)]
 Words = tuple[str, ...]
 TIME = r"^(INFINITE|UNLIMITED|\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d)$"
 SIZE = r"^\d+[KMGT]?$"
+WANTED = {
+    "time": "minutes as 90, 24:00:00 or 1-00:00:00",
+    "mem_per_gpu": "a size as 64G",
+    "mem_per_node": "a size as 64G, or 0 for all of the node",
+}
+"""What a person reads of a key whose value does not match."""
 OWN = frozenset((
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "output", "error", "open-mode", "job-name",
     "signal", "dependency", "array", "hold", "wrap", "parsable", "test-only", "chdir", "requeue",
