@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from core.config import load
 from tests.support.runs import ROOT, launcher
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +28,15 @@ def planned() -> list[tuple[str, int]]:
 def test_plan_commands_do_what_the_page_says(command: str, status: int) -> None:
     ended = launcher(*shlex.split(command)[3:])
     assert ended.status == status or "make-model" in ended.err, ended.err
+
+
+def test_the_example_of_the_readme_is_planned_and_is_grpo(tmp_path: Path) -> None:
+    [text] = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "example.yaml").write_text(text)
+    launcher("plan", str(tmp_path / "example.yaml"), f"paths.cache={tmp_path / 'cache'}").expect()
+    config = load(tmp_path / "example.yaml", [])
+    norm = config.actor.reward_norm
+    assert norm is not None and norm.mean_level == "group" and norm.group_size == config.gconfig.n_samples > 1
 
 
 def test_the_reward_of_the_page_is_one() -> None:
