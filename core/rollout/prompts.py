@@ -84,11 +84,11 @@ class PromptSource:
         self._split = split
         self._cursor = cursor
         self._ahead = ahead
-        self._waiting: deque[tuple[dict[str, Any], dict[str, Any] | None]] = deque()
+        self._waiting: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
         self._fetching: asyncio.Task[None] | None = None
 
-    async def next(self) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """A prompt as the data service gives it, and the cursor behind it (None behind the last)."""
+    async def next(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """A prompt as the data service gives it, and the cursor behind it; None behind the last."""
         while not self._waiting:
             if self._cursor is None and self._fetching is None:
                 return None
@@ -118,7 +118,8 @@ class PromptSource:
         )
         prompts, following = answer["prompts"], answer["next"]
         for i, prompt in enumerate(prompts):
-            behind = following
+            # behind the last of all, too: a run that is resumed for more epochs goes on there
+            behind = following or {"epoch": prompt["epoch"], "position": prompt["position"] + 1}
             if i + 1 < len(prompts):
                 behind = {"epoch": prompts[i + 1]["epoch"], "position": prompts[i + 1]["position"]}
             self._waiting.append((prompt, behind))

@@ -114,6 +114,8 @@ def fetch_rows(
         for row in good
     ]
     packing = pack([_document(each).item() for each in documents], ranks=session.mesh.dp_size, limits=session.limits)
+    # behind the last of all, too: a run that is resumed for more epochs goes on there
+    after = after or {"epoch": rows[-1]["epoch"], "position": rows[-1]["position"] + 1}
     return {"documents": documents, "packing": packing.to_json(), "after": after, "bad": len(rows) - len(good)}
 
 
