@@ -31,6 +31,8 @@ LAST_SECS = 45.0
 """After the first daemon's end, how long the others may take before they are told to."""
 LEADLESS_SECS = 5.0
 """The same once the lead daemon has ended: it has waited for those that answer."""
+SAME_SECS = 1.0
+"""A signal that comes again within this is the same one: `timeout` and a terminal reach a process twice."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,7 +79,13 @@ class Attendance:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
+        counted: dict[int, float] = {}
+
         def seen(number: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
+            if now - counted.get(number, -SAME_SECS) < SAME_SECS:
+                return
+            counted[number] = now
             self.signals += 1
             again = "again kills at once" if self.signals == 1 else "killing"
             os.write(2, f"\n{signal.Signals(number).name}: ending every process of the run ({again})\n".encode())

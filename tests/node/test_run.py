@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from core.rpc.client import Client
+from launcher.attached import Attendance
 from launcher.liveness import look
 from tests.node.conftest import FakeRun
 from tests.node.living import until
@@ -75,14 +78,54 @@ def test_a_signal_to_the_launcher_ends_everything(fake_run: Make, number: signal
     assert "resume" in said
 
 
-def test_a_second_ctrl_c_does_not_wait(fake_run: Make) -> None:
+def heard(launcher: subprocess.Popen[str], words: str) -> None:
+    assert launcher.stderr is not None
+    assert any(words in line for line in launcher.stderr), f"never said: {words}"
+
+
+def rest(launcher: subprocess.Popen[str]) -> str:
+    """What it says until it ends: read as `heard` reads, so that nothing is lost between."""
+    assert launcher.stderr is not None
+    text = launcher.stderr.read()
+    launcher.wait(timeout=60)
+    return text
+
+
+def test_a_second_signal_does_not_wait(fake_run: Make) -> None:
     run = fake_run(servers=0, behaviour=dict.fromkeys(("data", "rank-0", "rank-1"), "hang"))
     launcher = run.launch()
     run.await_started(3)
     launcher.send_signal(signal.SIGINT)
-    launcher.send_signal(signal.SIGINT)
-    finished(launcher)
+    heard(launcher, "again kills at once")
+    launcher.send_signal(signal.SIGTERM)
+    assert "SIGTERM: ending every process of the run (killing)" in rest(launcher)
     assert not run.survivors()
+
+
+def test_a_signal_that_arrives_twice_is_one(fake_run: Make) -> None:
+    """GNU timeout signals its child and then its group: that must not kill before memory is given back."""
+    run = fake_run(servers=0, behaviour={"rank-0": "serve", "rank-1": "serve"})
+    launcher = run.launch()
+    run.await_started(3)
+    launcher.send_signal(signal.SIGTERM)
+    heard(launcher, "again kills at once")
+    launcher.send_signal(signal.SIGTERM)
+    assert "(killing)" not in rest(launcher)
+    assert (launcher.returncode, run.state.phase) == (130, "cancelled")
+    assert not run.survivors() and not run.local.exists()
+
+
+def test_the_same_signal_counts_again_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("launcher.attached.time", SimpleNamespace(monotonic=lambda: now[0]))
+    attendance = Attendance(cast(Any, None), cast(Any, None))
+    counts = []
+    with attendance._signals():
+        for later in (0.0, 0.4, 0.4, 0.4, 0.4):
+            now[0] += later
+            signal.raise_signal(signal.SIGINT)
+            counts.append(attendance.signals)
+    assert counts == [1, 1, 1, 2, 2]
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(fake_run: Make) -> None:
