@@ -137,9 +137,11 @@ def plain_line(record: Record) -> str | None:
                 f"tok/s {number(record.get('tokens_per_s_train'), 0)}"
             )
         case "eval":
+            # rows without an answer count as wrong: said, since accuracy falls by them
+            failed = f" ({record['failed']} of them failed)" if record.get("failed") else ""
             return (
                 f"evaluation {record.get('name', 'valid')} at step {record.get('step')}: accuracy "
-                f"{number(record.get('accuracy'))} over {record.get('rows', NONE)} rows, versions "
+                f"{number(record.get('accuracy'))} over {record.get('rows', NONE)} rows{failed}, versions "
                 f"{record.get('version_min', NONE)}–{record.get('version_max', NONE)}, "
                 f"{number(record.get('secs'), 1)} s"
             )

@@ -118,6 +118,8 @@ class Collector:
             while (size := self._next_size()) > 0:
                 await self._form_batch(size)
             self.ended = self._is_ended()
+            if self.ended and self.formed == 0:
+                self._failures.nothing_to_train()
             async with self._news:
                 self._news.notify_all()
             if not self.ended:

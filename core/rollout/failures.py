@@ -72,6 +72,12 @@ class Failures:
         if first is not None:
             self._fatal(f"{self._budget.limit} groups in a row void: {error.reason}: {error.message}", first)
 
+    def nothing_to_train(self) -> None:
+        """The data ended before a batch was whole: that is no run that is done."""
+        last = self.last_voids[-1]["message"] if self.last_voids else ""
+        listed = ", ".join(f"{count} void ({reason})" for reason, count in self.voids.items()) or "too few prompts"
+        self._fatal(f"the data ended before the first batch was whole: {listed}", last)
+
     def status(self) -> dict[str, Any]:
         return {"void": self.voids, "last_voids": self.last_voids, "reward_errors": self.reward_errors}
 

@@ -1,4 +1,4 @@
-"""Bad rows, bad rewards, bad models and full disks: named, counted, and nothing else is lost."""
+"""Bad rows, bad rewards and bad models: named, counted, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def test_bad_rows_are_named_and_the_next_ones_move_up(emulate: Emulate, spoiled:
     assert sum(count for record in steps(run) for count in record["void"].values()) == 6
     report = launcher("report", str(run), "--json").expect().out
     assert '"void"' in report
+
+
+def test_data_of_which_nothing_can_be_trained_is_no_run_that_is_done(
+    emulate: Emulate, models: Path, tmp_path: Path
+) -> None:
+    table = pq.read_table(models / "pictures" / "train-00000-of-00001.parquet").slice(0, 12)
+    rows = [{**row, "images": [{"bytes": b"broken", "path": None}]} for row in table.to_pylist()]
+    pq.write_table(table.from_pylist(rows, schema=table.schema), tmp_path / "train-00000-of-00001.parquet")
+    ended, run = emulate("configs/smoke.yaml", f"train_dataset.path={tmp_path}", "valid_dataset=null")
+    assert ended.status == 1
+    assert "the data ended before the first batch was whole: 12 void (" in ended.err
+    assert steps(run) == []
+    await_gone(run)
 
 
 def test_rewards_that_raise_hang_or_return_text_are_counted_by_kind(
