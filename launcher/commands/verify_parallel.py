@@ -9,12 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from core.config import load
+from core.config import Config, load
 from core.config.errors import UserError
 from launcher.allocation import AllocationError, Component, parse
 from launcher.emulate import emulate
+from launcher.model_sizes import shape_of
 from launcher.node.specs import REPOSITORY
+from launcher.planning.change import with_value
 from launcher.planning.devices import visible_gpus
+from launcher.planning.divisibility import cutting_problems
 
 DEFAULT = ("d2", "t2", "c2", "d4", "d2t2", "d2c2", "c2t2")
 
@@ -38,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--layouts {' '.join(too_many) or '(none)'}: this machine has {gpus} GPUs; "
             "choose smaller ones, or add --emulate to verify them on CPU ranks"
         )
+    _refuse_uneven(config, wanted)
     with tempfile.TemporaryDirectory(prefix="verify-parallel-") as folder:
         resolved = Path(folder) / "config.yaml"
         resolved.write_text(config.dump_yaml())
@@ -53,6 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _ranks(layout: str) -> int:
     dims = component(layout).dims
     return dims.d * dims.t * dims.c
+
+
+def _refuse_uneven(config: Config, layouts: list[str]) -> None:
+    """By plan's own rules; every c is computed both ways, of which ulysses is the one that must divide."""
+    shape = shape_of(config.actor.path, config.paths.cache)
+    plain = with_value(with_value(config, "actor.archon.cp_style", "ulysses"), "actor.archon.dp_replicate", 1)
+    for layout in layouts:
+        # without plan's cure (another cp_style), which changes nothing here
+        found = [each.message.partition("; or ")[0] for each in cutting_problems(plain, parse(layout), shape)]
+        if found:
+            raise LayoutError(f"--layouts {layout}: {'; '.join(found)}")
 
 
 def component(layout: str) -> Component:

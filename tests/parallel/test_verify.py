@@ -31,6 +31,9 @@ def test_the_command_holds_layouts_against_one_process(tmp_path: Path) -> None:
     assert all("visual.merger.mlp.0.weight" in each["distances"]["named"] for each in found)
     refused = launcher(*[word.replace("c2t2", "p2") for word in words], timeout=60)
     assert refused.status == 2 and "--layouts p2" in refused.err
+    refused = launcher(*[word.replace("c2t2", "t3") for word in words], timeout=60)
+    assert refused.status == 2 and "--layouts t3: training t=3 does not divide" in refused.err
+    assert "Traceback" not in refused.err and "Error" not in refused.err
 
 
 def spec(dtype: str) -> Spec:
