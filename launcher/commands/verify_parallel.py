@@ -61,7 +61,7 @@ def _ranks(layout: str) -> int:
 
 def _refuse_uneven(config: Config, layouts: list[str]) -> None:
     """By plan's own rules; every c is computed both ways, of which ulysses is the one that must divide."""
-    shape = shape_of(config.actor.path, config.paths.cache)
+    shape = shape_of(config.actor.path, Path(config.paths.cache))
     plain = with_value(with_value(config, "actor.archon.cp_style", "ulysses"), "actor.archon.dp_replicate", 1)
     for layout in layouts:
         # without plan's cure (another cp_style), which changes nothing here
