@@ -18,6 +18,7 @@ from launcher.node.specs import REPOSITORY
 from launcher.planning.change import with_value
 from launcher.planning.devices import visible_gpus
 from launcher.planning.divisibility import cutting_problems
+from launcher.planning.known import cache_of
 
 DEFAULT = ("d2", "t2", "c2", "d4", "d2t2", "d2c2", "c2t2")
 
@@ -61,7 +62,7 @@ def _ranks(layout: str) -> int:
 
 def _refuse_uneven(config: Config, layouts: list[str]) -> None:
     """By plan's own rules; every c is computed both ways, of which ulysses is the one that must divide."""
-    shape = shape_of(config.actor.path, Path(config.paths.cache))
+    shape = shape_of(config.actor.path, cache_of(config))
     plain = with_value(with_value(config, "actor.archon.cp_style", "ulysses"), "actor.archon.dp_replicate", 1)
     for layout in layouts:
         # without plan's cure (another cp_style), which changes nothing here
