@@ -141,6 +141,12 @@ def limit_warnings(config: Config, known: Known) -> list[str]:
         warnings.append("prompt lengths are guessed from dataset_kwargs.max_pixels: run prepare to measure them")
     elif known.prepared.bad_rows:
         warnings.append(f"prepare found {known.prepared.bad_rows} bad rows of {known.prepared.rows}; they become void")
+    actor, alone = config.actor, config.type == "rl" and config.gconfig.n_samples == 1
+    if alone and not (actor.reward_norm or actor.adv_norm):
+        warnings.append(
+            "no baseline: gconfig.n_samples=1 and neither actor.reward_norm nor actor.adv_norm; "
+            "GRPO has n_samples of 2 or more and reward_norm by group"
+        )
     timed = config.evaluator
     if (timed.freq_steps or timed.freq_epochs or timed.freq_secs) and config.valid_dataset is None:
         warnings.append("evaluator is set but there is no valid_dataset: nothing is evaluated")
