@@ -13,7 +13,7 @@ from launcher.emulate import FOLLOW_MODEL, emulate
 from launcher.model_sizes import ModelError, ModelShape, local_directory
 from launcher.planning.change import get_value, with_value
 from launcher.planning.judge import judge
-from launcher.planning.known import cache_of, read_known
+from launcher.planning.known import cache_of, dataset_problems, read_known
 from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
 from launcher.planning.limits import exposure_warnings, limit_warnings
 from launcher.planning.memory import disk_bytes
@@ -57,6 +57,9 @@ def plan(
         raise PlanError([Problem("actor.path", str(error))]) from error
     judged = judge(config, known, device)
     problems += judged.problems
+    # servers alone, as `serve` starts them, read no rows
+    if judged.allocation is None or any(not each.is_inference for each in judged.allocation.components):
+        problems += dataset_problems(config)
     if problems:
         raise PlanError(problems, fits(config, known, device, problems))
     return Plan(

@@ -31,7 +31,8 @@ def run_dir(tmp_path: Path, checkpoints: dict[str, Path]) -> RunDir:
         f"actor.path={checkpoints['vision']}",
         f"cluster.fileroot={tmp_path}",
         "embedded.context_length=2048",
-        "train_dataset.path=/nowhere",
+        f"train_dataset.path={tmp_path}",
+        "valid_dataset=null",
     ]
     config = load(ROOT / "configs" / "smoke.yaml", overrides)
     run = RunDir(tmp_path / "smoke" / "trial0")

@@ -50,6 +50,16 @@ def test_a_problem_stands_at_the_line_or_override_that_wrote_it(cache: str) -> N
     assert "  fits: vllm:d4+archon:d4" in done.stderr
 
 
+def test_a_dataset_that_is_not_there_stands_at_its_line(cache: str, tmp_path: Path) -> None:
+    text = RECIPE.read_text().replace("path: hiyouga/geometry3k", "path: /nowhere", 1)
+    (tmp_path / "config.yaml").write_text(text)
+    done = launch("plan", str(tmp_path / "config.yaml"), cache, "valid_dataset.path=/nothing")
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    line = 1 + text.splitlines().index("  path: /nowhere")
+    assert f"config.yaml:{line}: train_dataset.path: /nowhere is not there" in done.stderr
+    assert "override 'valid_dataset.path=/nothing': valid_dataset.path: /nothing is not there" in done.stderr
+
+
 def test_a_zero_gets_a_caret(cache: str) -> None:
     done = launch("plan", CONFIG, "allocation_mode=vllm:d0+d4", cache)
     assert done.returncode == 2

@@ -58,6 +58,28 @@ def test_an_unlocked_server_on_a_shared_node_is_warned_of(recipe: Recipe) -> Non
     assert not warned("allocation_mode=sglang:d4+d4", "scheduler.type=local")
 
 
+def test_no_baseline_is_warned_of(recipe: Recipe) -> None:
+    def warned(*words: str) -> bool:
+        return any("no baseline" in line for line in plan(recipe(*words)).warnings)
+
+    alone = ("gconfig.n_samples=1", "actor.reward_norm=null")
+    assert warned(*alone, "actor.adv_norm=null")
+    assert not warned(*alone), "adv_norm takes the batch's mean"
+    assert not warned("actor.reward_norm=null", "actor.adv_norm=null"), "several answers to a prompt"
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "./no/rows", "../no-rows", "~/no/rows"])
+def test_a_dataset_path_that_is_not_there_is_refused(recipe: Recipe, path: str, tmp_path: Path) -> None:
+    rows = f"train_dataset.path={path}", f"valid_dataset.path={path}"
+    for emulated in (False, True):
+        with pytest.raises(PlanError) as caught:
+            settle(recipe(*rows), emulated=emulated)
+        assert [problem.key for problem in caught.value.problems] == ["train_dataset.path", "valid_dataset.path"]
+        assert f"{path} is not there" in str(caught.value)
+    plan(recipe(*rows, "allocation_mode=vllm:d4"))  # servers alone read no rows
+    plan(recipe("train_dataset.path=org/name", f"valid_dataset.path={tmp_path}"))
+
+
 @pytest.mark.parametrize(
     "layout", ["sglang:d2t2+d4", "sglang:d4+fsdp:d4", "sglang:d1p1t1+d4p1t1", "vllm:d2p2 + archon:d2"]
 )
