@@ -50,6 +50,8 @@ class Launch:
     grace: float = 15.0
     daemon_secs: float = 30.0
     """How long a lead daemon may say nothing (deadlines.daemon)."""
+    local: str | None = None
+    """Where node-local directories go (paths.local)."""
 
 
 def begin(config: Config, plan: Plan) -> Launch:
@@ -163,4 +165,4 @@ def _write(run_dir: RunDir, config: Config, plan: Plan, state: State) -> Launch:
     forget_jobs(run_dir)
     write_state(run_dir, state)
     beat(run_dir)
-    return Launch(run_dir, plan, state.attempt, daemon_secs=config.deadlines.daemon)
+    return Launch(run_dir, plan, state.attempt, daemon_secs=config.deadlines.daemon, local=config.paths.local)

@@ -4,7 +4,8 @@ The guard is the subreaper of everything the command starts. At EOF of its stand
 SIGTERM, or when the command ends, it ends what is left of the tree: TERM to the command, after `grace` seconds KILL to
 all; what outlives the command gets TERM and after `final` seconds KILL. A second SIGTERM kills at once. SIGUSR1 and
 SIGUSR2 are passed on to the command. The exit status is the command's (128 + n when signal n ended it).
-When the parent is gone, nobody else can empty the node-local directory `scratch`: the guard does.
+When the parent is gone, nobody else can empty the node-local directory `scratch`: the guard does. `empty` goes in any
+case: it is what a daemon that was killed could not take away itself.
 Only descendants are ever signalled, through pidfds, so that a re-used pid cannot be hit. Stdlib only: it starts in
 milliseconds and stays small.
 """
@@ -112,11 +113,12 @@ def remove_tree(root: str) -> None:
 class Guard:
     """One command from start to the end of its tree."""
 
-    def __init__(self, command: list[str], grace: float, final: float, scratch: str = "") -> None:
+    def __init__(self, command: list[str], grace: float, final: float, scratch: str = "", empty: str = "") -> None:
         self.command = command
         self.grace = grace
         self.final = final
         self.scratch = scratch
+        self.empty = empty
         self.orphaned = False
         self.child = 0
         self.status: int | None = None
@@ -152,8 +154,9 @@ class Guard:
                 self.say(f"not gone after {self.grace:g} s, killed")
                 self.kill()
         self.end_rest()
-        if self.orphaned and self.scratch:
-            remove_tree(self.scratch)
+        for place in (self.scratch if self.orphaned else "", self.empty):
+            if place:
+                remove_tree(place)
         assert self.status is not None
         return self.status
 
@@ -232,16 +235,19 @@ class Guard:
 
 
 def main(argv: list[str]) -> int:
-    options = {"--grace": "15", "--final": "2", "--scratch": ""}
+    options = {"--grace": "15", "--final": "2", "--scratch": "", "--empty": ""}
     position = 0
     while position + 1 < len(argv) and argv[position] in options:
         options[argv[position]] = argv[position + 1]
         position += 2
     if argv[position : position + 1] != ["--"] or not argv[position + 1 :]:
-        sys.stderr.write("usage: guard.py [--grace SECONDS] [--final SECONDS] [--scratch DIR] -- COMMAND…\n")
+        sys.stderr.write(
+            "usage: guard.py [--grace SECONDS] [--final SECONDS] [--scratch DIR] [--empty DIR] -- …\n"
+        )
         return 2
     command = argv[position + 1 :]
-    return Guard(command, float(options["--grace"]), float(options["--final"]), options["--scratch"]).run()
+    seconds = float(options["--grace"]), float(options["--final"])
+    return Guard(command, *seconds, options["--scratch"], options["--empty"]).run()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launcher.launch import Launch
 from launcher.node import guard
+from launcher.node.local_dir import local_root
 from launcher.node.specs import LOOPBACK, REPOSITORY, lead_node
 from launcher.planning.devices import visible_gpus
 from launcher.schedulers.base import daemon_command
@@ -47,8 +48,9 @@ class LocalScheduler:
         command = daemon_command(launch, partition, node, LOOPBACK)
         if attached:
             grace = launch.grace + DAEMON_GRACE
-            words = [sys.executable, "-S", "-E", "-P", str(Path(guard.__file__)), "--grace", str(grace), "--"]
-            command = [*words, *command]
+            local = local_root(launch.local, launch.plan.run_id, launch.run_dir) / f"{partition}-{node}"
+            words = [sys.executable, "-S", "-E", "-P", str(Path(guard.__file__)), "--grace", str(grace)]
+            command = [*words, "--empty", str(local), "--", *command]
         with launch.run_dir.log(launch.attempt, partition, node, "daemon").open("ab") as log:
             return subprocess.Popen(
                 command,

@@ -216,3 +216,11 @@ def test_scratch_goes_only_when_the_parent_is_gone(tmp_path: Path, orphaned: boo
         process.wait(timeout=20)
     assert (tmp_path / "run").exists() is not orphaned
     assert tmp_path.exists()
+
+
+def test_a_daemons_directory_goes_however_it_ended(tmp_path: Path) -> None:
+    local = tmp_path / "run" / "node"
+    (local / "weights").mkdir(parents=True)
+    words = [sys.executable, "-S", "-E", "-P", str(GUARD), "--empty", str(local), "--", "/bin/sh", "-c", "kill -9 $$"]
+    assert subprocess.run(words, stdin=subprocess.PIPE, timeout=20, check=False).returncode == 137
+    assert not (tmp_path / "run").exists()
