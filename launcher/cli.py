@@ -252,7 +252,8 @@ def overview() -> str:
         "",
     ]
     lines += [f"  {name:<{width}}  {command.says}" for name, command in COMMANDS.items()]
-    lines += ["", f"`{PROGRAM} COMMAND --help` says more.", f"example: {PROGRAM} plan configs/smoke.yaml --emulate"]
+    lines += ["", f"`{PROGRAM} COMMAND --help` says more."]
+    lines += [f"example: {PROGRAM} plan configs/qwen2_5_vl_3b_geometry3k_grpo.yaml"]
     return "\n".join(lines)
 
 

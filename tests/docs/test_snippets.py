@@ -19,15 +19,33 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def planned() -> list[tuple[str, int]]:
+    return [(command.split("#")[0].strip(), 2 if "exit status 2" in command else 0) for command in typed("plan")]
+
+
+def typed(name: str) -> list[str]:
     lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
-    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ python -m launcher plan ")]
-    return [(command.split("#")[0].strip(), 2 if "exit status 2" in command else 0) for command in commands]
+    return [line.removeprefix("$ ") for line in lines if line.startswith(f"$ python -m launcher {name} ")]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in which nothing has run yet but the page's own make-model."""
+    clone = tmp_path_factory.mktemp("clone")
+    (clone / "configs").symlink_to(ROOT / "configs")
+    [made] = typed("make-model")
+    launcher(*shlex.split(made, comments=True)[3:], cwd=clone).expect()
+    return clone
 
 
 @pytest.mark.parametrize(("command", "status"), planned())
-def test_plan_commands_do_what_the_page_says(command: str, status: int) -> None:
-    ended = launcher(*shlex.split(command)[3:])
-    assert ended.status == status or "make-model" in ended.err, ended.err
+def test_plan_commands_do_what_the_page_says(command: str, status: int, fresh: Path) -> None:
+    launcher(*shlex.split(command)[3:], cwd=fresh).expect(status)
+
+
+def test_the_example_of_the_help_runs_on_a_fresh_clone(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    [example] = re.findall(r"^example: (.*)", launcher("--help").expect().out, re.MULTILINE)
+    launcher(*shlex.split(example)[3:], f"paths.cache={tmp_path / 'cache'}", cwd=tmp_path).expect()
 
 
 def test_the_example_of_the_readme_is_planned_and_is_grpo(tmp_path: Path) -> None:
