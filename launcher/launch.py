@@ -21,7 +21,7 @@ from launcher.node.specs import ROLES
 from launcher.node.state import Phase, State, beat, processes_lock, read_state, write_state
 from launcher.plan import Plan, settle
 from launcher.planning.devices import require_gpus
-from launcher.run_dir import RunDir, run_dir_of
+from launcher.run_dir import RunDir, RunDirError, run_dir_of
 from launcher.slurm.queue import forget_jobs
 
 ENDING_SECS = 25.0
@@ -118,8 +118,12 @@ PLACE_KEYS = ("cluster.fileroot", "experiment_name", "trial_name")
 @contextlib.contextmanager
 def _only_one(run_dir: RunDir) -> Iterator[None]:
     """Two launchers of one run directory take turns; the second then sees what the first has begun."""
-    run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (run_dir.root / ".launch.lock").open("w") as file:
+    try:
+        run_dir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = (run_dir.root / ".launch.lock").open("w")
+    except OSError as error:
+        raise RunDirError(f"cluster.fileroot: {run_dir.root} cannot be written: {error.strerror}") from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

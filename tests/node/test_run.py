@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import pytest
 from core.rpc.client import Client
 from launcher.attached import Attendance
 from launcher.liveness import look
+from launcher.run_dir import RunDirError
 from tests.node.conftest import FakeRun
 from tests.node.living import until
 
@@ -291,3 +293,9 @@ def test_the_registry_shows_everything_that_answers(fake_run: Make) -> None:
     run.daemon().post("/stop", {})
     finished(launcher)
     assert run.state.phase == "cancelled"
+
+
+def test_a_fileroot_that_cannot_be_written_is_the_users_error(fake_run: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"cluster\.fileroot: .*file/smoke/t cannot be written: Not a directory"):
+        fake_run(overrides=(f"cluster.fileroot={tmp_path}/file",))
