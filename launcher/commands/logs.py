@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         print(status_text(run_dir, found, time.time()), file=sys.stderr)
     elif not found.alive and error_of(run_dir, found) is not None:
-        print(f"{found.state.phase if found.state else ''}; go on with: {resume_line(run_dir)}", file=sys.stderr)
+        phase = found.state.phase if found.state else ""
+        print(f"{phase}; go on with: {resume_line(run_dir, found.state)}", file=sys.stderr)
     return 0
 
 

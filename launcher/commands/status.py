@@ -10,9 +10,10 @@ from typing import Any
 
 from launcher.attached import error_lines
 from launcher.find_run import find_run
+from launcher.live import duration, number
 from launcher.liveness import Liveness, look
 from launcher.node.log_tail import TRACEBACK, last_error, tail
-from launcher.node.state import RunError, State
+from launcher.node.state import Phase, RunError, State
 from launcher.planning.layout import Plan
 from launcher.run_dir import RunDir
 from launcher.slurm.queue import JobView
@@ -72,7 +73,7 @@ def status_object(run_dir: RunDir, found: Liveness) -> dict[str, Any]:
         "jobs": {
             job: [dataclasses.asdict(seen) for seen in view.components] for job, view in (found.jobs or {}).items()
         },
-        "resume": resume_line(run_dir) if not found.alive else None,
+        "resume": resume_line(run_dir, found.state) if not found.alive else None,
     }
 
 
@@ -98,7 +99,7 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
     if error is not None:
         lines += ["  last error:", *(f"  {line}" for line in error_lines(error))]
     if not found.alive:
-        lines.append(f"  go on with: {resume_line(run_dir)}")
+        lines.append(f"  go on with: {resume_line(run_dir, state)}")
     return "\n".join(lines)
 
 
@@ -121,7 +122,7 @@ def job_lines(run_dir: RunDir, found: Liveness) -> list[str]:
         up = sum(each.get("state") == "serving" for each in rollout["servers"].values())
         lines.append(f"  servers up: {up} of {len(rollout['servers'])}")
     if isinstance(trainer, dict) and trainer.get("eta_secs") is not None:
-        lines.append(f"  ends in about {trainer['eta_secs'] / 60:.0f} min")
+        lines.append(f"  ends in about {duration(trainer['eta_secs'])}")
     return lines
 
 
@@ -159,13 +160,23 @@ def error_of(run_dir: RunDir, found: Liveness) -> RunError | None:
     return RunError("daemons", message, log=str(run_dir.logs / str(found.state.attempt)))
 
 
-def resume_line(run_dir: RunDir) -> str:
-    return f"python -m launcher resume {run_dir.root}"
+def resume_line(run_dir: RunDir, state: State | None) -> str:
+    """To be typed as it is: a run that is done goes on only with more to do."""
+    more = f" total_train_steps={2 * max(1, state.step)}" if state and state.phase is Phase.DONE else ""
+    return f"python -m launcher resume {run_dir.root}{more}"
 
 
 def _short(said: dict[str, Any]) -> str:
-    keep = {key: value for key, value in said.items() if key not in ("name", "pid", "uptime") and _plain(value)}
-    return ", ".join(f"{key} {value}" for key, value in keep.items())
+    """What a person reads of a service: no moments in epoch seconds, and spans as the live view writes them."""
+    keep = {key: value for key, value in said.items() if key not in ("name", "pid", "uptime", "since")}
+    return ", ".join(_worded(key, value) for key, value in keep.items() if _plain(value))
+
+
+def _worded(key: str, value: object) -> str:
+    if key.endswith("_secs"):
+        name = "phase lasts" if key == "phase_secs" else key.removesuffix("_secs")
+        return f"{name} {duration(value)}"
+    return f"{key} {number(value) if isinstance(value, float) else value}"
 
 
 def _plain(value: object) -> bool:

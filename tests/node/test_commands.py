@@ -13,8 +13,9 @@ from collections.abc import Callable
 import pytest
 
 from core.config import load
+from launcher.commands.status import status_text
 from launcher.launch import AliveError, RunExistsError, begin, begin_again
-from launcher.liveness import look
+from launcher.liveness import Liveness, look
 from launcher.node.specs import REPOSITORY
 from launcher.node.state import State, heartbeat_file, read_rendezvous, read_state, write_state
 from tests.node.conftest import FakeRun
@@ -78,6 +79,16 @@ def test_a_dead_run_is_called_dead_whatever_its_state_file_says(fake_run: Make) 
         assert f"python -m launcher resume {run.run_dir.root}" in said
     found = json.loads(launcher("status", run.run_dir.root, "--json")[1])
     assert found["verdict"] == "dead" and not found["alive"] and found["since"] == died
+
+
+def test_status_words_what_a_service_says(fake_run: Make) -> None:
+    run = fake_run()
+    trainer = {"step": 2, "phase": "step", "eta_secs": 200.4, "phase_secs": 14.109737, "since": 1796091439.2164898}
+    services = {"trainer": {"name": "trainer", **trainer, "loss": 1 / 3}}
+    found = Liveness(True, run.state, answer={"phase": "running", "children": {}, "services": services})
+    lines = status_text(run.run_dir, found, time.time()).splitlines()
+    assert "  trainer: step 2, phase step, eta 3m 20s, phase lasts 14s, loss 0.333" in lines
+    assert "  ends in about 3m 20s" in lines
 
 
 def test_a_daemon_that_is_busy_is_not_dead_while_it_beats(fake_run: Make) -> None:
@@ -180,6 +191,8 @@ def test_resume_is_a_new_attempt_of_the_same_run(fake_run: Make) -> None:
     assert run.run_dir.read_token() == before
     code, said = finished(run.launch("resume"))
     assert code == 2 and "is done" in said and "total_train_steps=" in said
+    said = launcher("status", run.run_dir.root)[1]
+    assert f"go on with: python -m launcher resume {run.run_dir.root} total_train_steps=2\n" in said
     code, said = finished(run.launch("resume", "trial_name=other"))
     assert code == 2 and "would be another run" in said
     code, said = finished(run.launch("resume", "actor.optimiser.lr=1"))
