@@ -102,6 +102,7 @@ def fake_run(tmp_path: Path, cache: Path) -> Iterator[Callable[..., FakeRun]]:
     ) -> FakeRun:
         place: tuple[str, ...] = (f"cluster.fileroot={tmp_path}", f"trial_name={name}", "recover.mode=disabled")
         place += (f"paths.cache={cache}", f"actor.path={tiny_checkpoint(cache)}")
+        place += (f"train_dataset.path={cache}", f"valid_dataset.path={cache}")  # is there; nobody reads it
         config = load(REPOSITORY / "configs" / "smoke.yaml", [*place, *overrides])
         launch = begin(config, made_plan(**plan))
         made.append(FakeRun(launch.run_dir, launch.plan))
