@@ -241,9 +241,7 @@ def main(argv: list[str]) -> int:
         options[argv[position]] = argv[position + 1]
         position += 2
     if argv[position : position + 1] != ["--"] or not argv[position + 1 :]:
-        sys.stderr.write(
-            "usage: guard.py [--grace SECONDS] [--final SECONDS] [--scratch DIR] [--empty DIR] -- …\n"
-        )
+        sys.stderr.write("usage: guard.py [--grace SECONDS] [--final SECONDS] [--scratch DIR] [--empty DIR] -- …\n")
         return 2
     command = argv[position + 1 :]
     seconds = float(options["--grace"]), float(options["--final"])
