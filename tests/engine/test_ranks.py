@@ -86,3 +86,17 @@ def test_a_checkpoint_of_two_ranks_loads_bit_equal_into_one_process(two_ranks, c
     assert state.keys() == found[0]["checkpoint"]["saved"].keys()
     for name, tensor in found[0]["checkpoint"]["saved"].items():
         assert torch.equal(state[name], tensor), name
+
+
+def test_shards_of_two_ranks_swapped_with_each_other_are_not_loaded(two_ranks, checkpoint, tmp_path):
+    out, _ = two_ranks
+    root = shutil.copytree(out / "checkpoints", tmp_path / "checkpoints", symlinks=True)
+    one, other = sorted((root / "step-2").glob("*.distcp"))
+    mine = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(mine)
+    engine = make_engine(checkpoint, alone(), optimizer=ADAM)
+    before = whole(engine)
+    with pytest.raises(checkpoints.CheckpointError, match=r"distcp is not what was written"):
+        checkpoints.load(root, engine, gather=lambda value: [value])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(engine).items())

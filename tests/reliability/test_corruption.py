@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,13 @@ def cut(path: Path, draw: random.Random, others: list[Path]) -> str:
 
 
 def swap(path: Path, draw: random.Random, others: list[Path]) -> str:
-    other = draw.choice([each for each in others if each.read_bytes() != path.read_bytes()])
-    path.write_bytes(other.read_bytes())
+    """With another of its own directory or of the one before, as draw has it; shards with shards where there are."""
+    alike = [each for each in others if each.suffix == path.suffix and each.read_bytes() != path.read_bytes()]
+    other = draw.choice(alike or [each for each in others if each.read_bytes() != path.read_bytes()])
+    mine, its = path.read_bytes(), other.read_bytes()
+    path.write_bytes(its)
+    if other.parent == path.parent:
+        other.write_bytes(mine)
     return f"swapped with {other}"
 
 
@@ -93,14 +100,40 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
     assert loaded is not None and loaded.step == 1
 
 
+class TwoRanks:
+    """What two ranks tell each other, between two threads."""
+
+    def __init__(self) -> None:
+        self._said: list[object] = [None, None]
+        self._meet = threading.Barrier(2, timeout=60)
+
+    def gather(self, rank: int, value: object) -> list:
+        self._said[rank] = value
+        self._meet.wait()
+        answers = list(self._said)
+        self._meet.wait()
+        return answers
+
+    def barrier(self) -> None:
+        self._meet.wait()
+
+
 def publish_two_shards(root: Path, name: str, base: Path, seed: int) -> Manifest:
-    """What two ranks publish, one after the other, with their answers exchanged by hand."""
     made = torch.Generator().manual_seed(seed)
     tensors = {f"model.layers.{i}.weight": torch.randn(40, 24, generator=made) for i in range(6)}
-    return publish(
-        root, name, tensors, base, rank=0, world=1, gather=gather, barrier=lambda: None,
-        version=seed, generation=0, lineage=[(0, 0)],
-    )  # fmt: skip
+    ranks = TwoRanks()
+
+    def one(rank: int) -> Manifest:
+        mine = dict(list(tensors.items())[rank::2])
+        return publish(
+            root, name, mine, base, rank=rank, world=2, gather=lambda value: ranks.gather(rank, value),
+            barrier=ranks.barrier, version=seed, generation=0, lineage=[(0, 0)],
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        manifests = list(pool.map(one, range(2)))
+    assert manifests[0].digest == manifests[1].digest
+    return manifests[0]
 
 
 def test_no_damaged_weight_version_is_fetched(tmp_path: Path) -> None:
@@ -110,6 +143,9 @@ def test_no_damaged_weight_version_is_fetched(tmp_path: Path) -> None:
         good[name] = publish_two_shards(tmp_path / "weights", name, base, seed)
     name, draw, hit = "v000002-r0", random.Random(6), Counter()
     names = sorted(path.name for path in (tmp_path / "weights" / name).iterdir())
+    shards = [each for each in names if each.endswith(".safetensors")]
+    assert len(shards) == 2
+    within = 0  # swaps of one shard with the other of the same version
     for number in range(PLACES):
         root, local = tmp_path / "damaged", tmp_path / "local"
         shutil.copytree(tmp_path / "weights", root)
@@ -118,6 +154,7 @@ def test_no_damaged_weight_version_is_fetched(tmp_path: Path) -> None:
         damage = draw.choice(DAMAGES)
         said = damage(path, draw, others)
         hit[path.name, damage.__name__] += 1
+        within += path.name in shards and said.endswith(tuple(f"{name}/{each}" for each in shards))
         with pytest.raises(WeightsError):
             fetch(root / name, good[name].digest, local, visible_secs=0)
             pytest.fail(f"{path.name}, {said}: fetched all the same")
@@ -126,3 +163,4 @@ def test_no_damaged_weight_version_is_fetched(tmp_path: Path) -> None:
         shutil.rmtree(root)
         shutil.rmtree(local)
     assert {each for each, _ in hit} == set(names) and {kind for _, kind in hit} == {d.__name__ for d in DAMAGES}
+    assert within > 0
