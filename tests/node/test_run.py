@@ -117,6 +117,20 @@ def test_a_signal_that_arrives_twice_is_one(fake_run: Make) -> None:
     assert not run.survivors() and not run.local.exists()
 
 
+def test_a_stopped_launcher_stops_nothing_else(fake_run: Make) -> None:
+    run = fake_run()
+    launcher = run.launch()
+    run.await_started(1)
+    launcher.send_signal(signal.SIGSTOP)
+    assert run.state.phase != "done"
+    run.await_phase("done", seconds=90)
+    until(lambda: len(run.survivors()) <= 2, 30, "only the daemons' guards, which the launcher has yet to wait for")
+    launcher.send_signal(signal.SIGCONT)
+    code, said = finished(launcher)
+    assert code == 0, said
+    assert not run.survivors()
+
+
 def test_the_same_signal_counts_again_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("launcher.attached.time", SimpleNamespace(monotonic=lambda: now[0]))
