@@ -187,8 +187,13 @@ def ending_text(run_dir: RunDir, state: State) -> str:
     lines = [f"{state.phase} in step {state.step}: {name}"]
     if state.error is not None:
         lines += error_lines(state.error)
-    lines.append(f"  go on with: python -m launcher resume {name}")
+    lines.append(f"  {go_on(state)}: python -m launcher resume {name}")
     return "\n".join(lines)
+
+
+def go_on(state: State) -> str:
+    for_good = state.error is not None and state.error.for_good
+    return "going on would end the same way; once that is mended" if for_good else "go on with"
 
 
 def error_lines(error: RunError) -> list[str]:

@@ -96,7 +96,7 @@ def settle_again(run_dir: RunDir, before: Plan, overrides: Sequence[str]) -> tup
         asked = [word for word in overrides if word.split("=")[0] in PLACE_KEYS]
         if asked:
             raise ResumeError(f"resume goes on in {run_dir.root}; {', '.join(asked)} would be another run")
-    config, planned = settle(config, emulated=before.emulate, on_cluster=True)
+    config, planned = settle(config, emulated=before.emulate, on_cluster=True, user_code=run_dir.user_code())
     changed = differences(fixed_values(load(run_dir.config, [])), fixed_values(config))
     if changed:
         raise ResumeError(

@@ -7,17 +7,21 @@ siblings, the grammar of allocation_mode in launcher.allocation. It starts nothi
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from core.config import Config, not_built
 from launcher.emulate import FOLLOW_MODEL, emulate
 from launcher.model_sizes import ModelError, ModelShape, local_directory
 from launcher.planning.change import get_value, with_value
+from launcher.planning.dataset import dataset_problems
 from launcher.planning.judge import judge
-from launcher.planning.known import cache_of, dataset_problems, read_known
+from launcher.planning.known import cache_of, read_known
 from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
 from launcher.planning.limits import exposure_warnings, limit_warnings
 from launcher.planning.memory import disk_bytes
+from launcher.planning.placement import spread_warnings
 from launcher.planning.problem import PlanError, Problem
+from launcher.planning.reward import reward_findings
 from launcher.planning.suggestions import fits
 from launcher.slurm.ask import slurm_warnings
 
@@ -44,11 +48,12 @@ def plan(
     device: str | None = None,
     model: ModelShape | None = None,
     swaps: list[str] | None = None,
+    user_code: Path | None = None,
 ) -> Plan:
     """Plans a run; raises PlanError with everything that is wrong and layouts that fit.
 
     `emulate` marks a configuration that launcher.emulate has already swapped (`swaps`: its lines); `model` stands in
-    for the sizes that are else read from actor.path.
+    for the sizes that are else read from actor.path; `user_code` is where a reward is looked for [where he works].
     """
     device = device or ("cpu" if emulate else "cuda")
     try:
@@ -57,9 +62,12 @@ def plan(
         raise PlanError([Problem("actor.path", str(error))]) from error
     judged = judge(config, known, device)
     problems += judged.problems
-    # servers alone, as `serve` starts them, read no rows
+    doubts: list[str] = []
+    # servers alone, as `serve` starts them, read no rows and grade nothing
     if judged.allocation is None or any(not each.is_inference for each in judged.allocation.components):
         problems += dataset_problems(config)
+        unloadable, doubts = reward_findings(config, user_code or Path.cwd())
+        problems += unloadable
     if problems:
         raise PlanError(problems, fits(config, known, device, problems))
     return Plan(
@@ -68,7 +76,9 @@ def plan(
         emulate=emulate,
         swaps=list(swaps or ()),
         warnings=[
+            *doubts,
             *limit_warnings(config, known),
+            *(spread_warnings(judged.allocation, config.cluster.n_gpus_per_node) if device == "cuda" else ()),
             *exposure_warnings(config, judged.allocation),
             *slurm_warnings(config, judged.shape.kind),
         ],
@@ -84,7 +94,9 @@ def plan(
     )
 
 
-def settle(config: Config, *, emulated: bool, on_cluster: bool = False) -> tuple[Config, Plan]:
+def settle(
+    config: Config, *, emulated: bool, on_cluster: bool = False, user_code: Path | None = None
+) -> tuple[Config, Plan]:
     """What a run directory holds: the configuration (swapped under --emulate, hub ids as local paths) and its plan.
 
     `on_cluster`: an emulated run stays on the scheduler of its configuration, else it comes to this machine.
@@ -93,7 +105,7 @@ def settle(config: Config, *, emulated: bool, on_cluster: bool = False) -> tuple
     swaps: list[str] = []
     if emulated:
         config, swaps = emulate(config, on_cluster=on_cluster)
-    planned = plan(config, emulate=emulated, swaps=swaps)
+    planned = plan(config, emulate=emulated, swaps=swaps, user_code=user_code)
     if planned.not_built:
         parts = [line.partition(": ") for line in planned.not_built]
         raise PlanError([Problem(key, text) for key, _, text in parts])

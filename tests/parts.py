@@ -87,7 +87,7 @@ PARTS = (
     Part("reliability", (pytest_command("-n", "2", "tests/reliability", "tests/fuzz"),), 15),
     Part("security", (pytest_command("tests/security"),), 5),
     Part("chaos", (pytest_command("tests/chaos"),), 15),
-    Part("soak", ((sys.executable, "-m", "bench.soak", "--minutes", "2"),), 8),
+    Part("soak", ((sys.executable, "-m", "bench.soak", "--minutes", "3"),), 8),
     Part("quickstart", ((sys.executable, "-m", "bench.quickstart", "--check"),), 15),
     Part(
         "quickstart, three seeds",

@@ -19,6 +19,7 @@ from core.data.order import Place
 from core.data.tokenizer import Tokenizer
 
 IMAGE_TAG = "<image>"
+NEEDED_COLUMNS = ("problem", "answer")
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
 

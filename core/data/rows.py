@@ -19,7 +19,11 @@ CACHED_BYTES = 256 << 20
 
 
 class RowsError(Exception):
-    """A dataset that cannot be read; the message names the file."""
+    """A dataset that cannot be read; the message names the file. `present`: other splits are there."""
+
+    def __init__(self, message: str, *, present: bool = False) -> None:
+        super().__init__(message)
+        self.present = present
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,11 @@ def split_files(path: Path, *names: str) -> list[Path]:
         for place in (path, path / "data", path / name):
             if files := sorted({*place.glob(f"{name}-*.parquet"), *place.glob(f"{name}.parquet")}):
                 return files
-    present = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))[:8]
+    near = [*path.glob("*.parquet"), *path.glob("*/*.parquet")]  # not all below: `path` may be any directory
+    present = sorted(str(file.relative_to(path)) for file in near)[:8]
     wanted = " or ".join(f"{name}-*.parquet" for name in names)
-    raise RowsError(f"{path} has no {wanted}; it has {', '.join(present) if present else 'no parquet file at all'}")
+    there = ", ".join(present) or "no parquet file at all"
+    raise RowsError(f"{path} has no {wanted}; it has {there}", present=bool(present))
 
 
 class Rows:
@@ -78,6 +84,11 @@ class Rows:
     def root(self) -> Path:
         """The directory below which paths in the rows must lie."""
         return self.files[0].parent
+
+    @property
+    def first_bytes(self) -> int:
+        """Of the first row group, decoded."""
+        return self._readers[0].metadata.row_group(0).total_byte_size if self._starts else 0
 
     def place(self, index: int) -> str:
         """`file:row` of a row, counted from 0 within its file."""

@@ -23,6 +23,7 @@ from core.telemetry.phases import is_stopped
 
 _HERE = Path(__file__).parent
 _ROOT = str(_HERE.parent.parent)
+WORKER = _HERE / "worker.py"
 BUILTIN = {name: f"{_HERE / name}.py:reward" for name in ("geometry3k", "exact_match")}
 _LINE_LIMIT = 64 << 20
 
@@ -150,10 +151,10 @@ class RewardPool:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
-            str(_HERE / "worker.py"),
+            str(WORKER),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(self._directory),
+            env=environment(),
             cwd=self._directory,
             start_new_session=True,
             limit=_LINE_LIMIT,
@@ -189,11 +190,11 @@ class RewardPool:
         await child.process.wait()
 
 
-def _environment(directory: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The caller's, without our packages: a user's folder may have a `core` or `models` of its own."""
-    environment = dict(os.environ)
-    kept = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path and path != _ROOT]
+    ours = dict(os.environ)
+    kept = [path for path in ours.pop("PYTHONPATH", "").split(os.pathsep) if path and path != _ROOT]
     if kept:
-        environment["PYTHONPATH"] = os.pathsep.join(kept)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
+        ours["PYTHONPATH"] = os.pathsep.join(kept)
+    ours.setdefault("OMP_NUM_THREADS", "1")
+    return ours

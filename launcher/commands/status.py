@@ -8,7 +8,7 @@ import json
 import time
 from typing import Any
 
-from launcher.attached import error_lines
+from launcher.attached import error_lines, go_on
 from launcher.find_run import find_run
 from launcher.live import duration, number
 from launcher.liveness import Liveness, look
@@ -93,13 +93,17 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
         for server in found.answer.get("servers", []):
             if server["name"] not in found.answer["children"]:  # on another node
                 lines.append(f"  {server['name']:<12} {server['state']:<9} {server['url']}")
+        for part in found.answer.get("parts", []):
+            why = f": {part['why']}" if part["why"] else ""
+            where = f"part {part['part']} of {part['server']}, on {part['node']}"
+            lines.append(f"  {part['name']:<12} {part['state']:<9} {where}{why}")
         for name, said in found.answer["services"].items():
             lines.append(f"  {name}: {said if isinstance(said, str) else _short(said)}")
     error = error_of(run_dir, found)
     if error is not None:
         lines += ["  last error:", *(f"  {line}" for line in error_lines(error))]
     if not found.alive:
-        lines.append(f"  go on with: {resume_line(run_dir, state)}")
+        lines.append(f"  {go_on(state)}: {resume_line(run_dir, state)}")
     return "\n".join(lines)
 
 

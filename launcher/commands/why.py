@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     told: dict[str, Any] = {
         "run_dir": str(run_dir.root),
         "verdict": verdict(found),
-        "chain": chain(answer["services"], answer["children"]) if answer else [],
+        "chain": chain(answer["services"], answer["children"]) + parts(answer) if answer else [],
         "last_signs": last_signs(answer.get("children", {})),
         "files": file_signs(run_dir, time.time()),
         "error": _error(run_dir, found),
@@ -41,6 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(told, indent=1) if arguments.json else text(told))
     return 0
+
+
+def parts(answer: dict[str, Any]) -> list[str]:
+    """What is missing of servers over several nodes."""
+    return [
+        f"← {part['server']}: part {part['part']} on {part['node']} is {part['state']}"
+        + (f" ({part['why']})" if part["why"] else "")
+        for part in answer.get("parts", [])
+        if part["state"] != "up"
+    ]
 
 
 def text(told: dict[str, Any]) -> str:

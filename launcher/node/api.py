@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import faulthandler
 import signal
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from core.inference.meeting import Meeting, PartReport
 from core.rpc.errors import RpcError
 from core.rpc.service import Call, Reply, Service
 from core.telemetry.phases import read_announced
-from launcher.node.book import SERVICES, Book, Ending, node_names
+from launcher.node.book import SERVICES, Book, Ending, ServerEntry, node_names
 from launcher.node.children import Child, ChildState
 from launcher.node.state import Phase
+from launcher.planning.layout import Plan
 from launcher.roles.arguments import PHASES
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ class Api:
 
     def add_routes(self, service: Service) -> None:
         service.post("/register", self.register, once=True)
+        service.post("/meeting", self.meeting)
+        service.post("/part", self.part)
         service.get("/registry", self.registry)
         service.post("/fetch", self.fetch, once=True)
         service.post("/release", self.release)
@@ -67,6 +72,7 @@ class Api:
             "children": children,
             "services": self.daemon.lead.statuses if self.daemon.lead else {},
             "servers": self._registry()["servers"] if self.daemon.lead else [],
+            "parts": self._registry()["parts"] if self.daemon.lead else [],
         }
 
     def metrics(self) -> dict[str, float]:
@@ -88,11 +94,29 @@ class Api:
         self.daemon.registered(text(body, "name"), text(body, "url"))
         return {}
 
+    async def meeting(self, call: Call) -> Reply:
+        """The head of a server over several nodes starts: its parts meet there."""
+        body = call.json()
+        name, found = text(body, "name"), Meeting(text(body, "start"), text(body, "host"), int(body["port"]))
+        if not self.daemon.parts.announce(name, found):
+            raise RpcError(404, f"{name!r} is no head of a server over several nodes here")
+        return {}
+
+    async def part(self, call: Call) -> Reply:
+        """A part that is no head says how it stands; the first time, that it is there."""
+        body = call.json()
+        name = text(body, "name")
+        if not self.daemon.parts.report(name, state=text(body, "state"), start=text(body, "start"), why=body["why"]):
+            raise RpcError(404, f"{name!r} is no part of a server over several nodes here")
+        if self.daemon.crew.children[name].state is ChildState.STARTING:
+            self.daemon.crew.registered(name, "")
+        return {}
+
     async def registry(self, call: Call) -> Reply:
         return self._registry()
 
     def _registry(self) -> dict[str, Any]:
-        return registry_reply(self.daemon.ledger.book, node_names(self.daemon.context.plan), self.phase)
+        return registry_reply(self.daemon.ledger.book, self.daemon.context.plan, self.phase)
 
     async def fetch(self, call: Call) -> Reply:
         body = call.json()
@@ -129,10 +153,10 @@ def text(body: dict[str, Any], key: str) -> str:
     return value
 
 
-def registry_reply(book: Book, nodes: list[str], phase: Phase) -> dict[str, Any]:
+def registry_reply(book: Book, plan: Plan, phase: Phase) -> dict[str, Any]:
     services = {name: book.service(name) for name in SERVICES}
     daemons = []
-    for node in nodes:
+    for node in node_names(plan):
         url = book.daemon(node)
         if url is not None:
             partition, _, index = node.rpartition("-")
@@ -144,6 +168,7 @@ def registry_reply(book: Book, nodes: list[str], phase: Phase) -> dict[str, Any]
             "url": entry.url,
             "backend": entry.backend,
             "daemon": entry.daemon,
+            "daemons": daemons_of(book, plan, entry),
             "state": "up" if entry.state == "up" else "down",
             "out": entry.state == "out",
             "started": entry.started,
@@ -153,7 +178,39 @@ def registry_reply(book: Book, nodes: list[str], phase: Phase) -> dict[str, Any]
     return {
         "services": {name: url for name, url in services.items() if url},
         "servers": servers,
+        "meetings": {name: asdict(found) for name, found in book.meetings().items()},
+        "parts": part_rows(book, plan),
         "daemons": daemons,
         "phase": phase,
         "generation": book.generation,
     }
+
+
+def daemons_of(book: Book, plan: Plan, entry: ServerEntry) -> list[str]:
+    """Of every node that holds a part of a server: each has to have a version before it is loaded."""
+    partition = plan.partition("inference")
+    nodes = partition.nodes_of(entry.name) if partition else []
+    others = [book.daemon(f"inference-{node.index}") for node in nodes[1:]]
+    return [entry.daemon, *(url for url in others if url)]
+
+
+def part_rows(book: Book, plan: Plan) -> list[dict[str, Any]]:
+    """Every planned part that is no head, whether or not it has said anything."""
+    told = {each.name: each for each in book.parts()}
+    return [
+        {
+            "name": server.process,
+            "server": server.name,
+            "part": server.part,
+            "node": f"{each.name}-{node.index}",
+            **({"start": "", "state": "starting", "why": ""} | _standing(told.get(server.process))),
+        }
+        for each in plan.partitions
+        for node in each.nodes
+        for server in node.servers
+        if server.part
+    ]
+
+
+def _standing(told: PartReport | None) -> dict[str, Any]:
+    return {"start": told.start, "state": told.state, "why": told.why} if told else {}

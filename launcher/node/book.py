@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from core.inference.meeting import Meeting, PartReport
 from launcher.node.state import Phase, RunError
 from launcher.planning.layout import Plan
 
@@ -76,6 +77,16 @@ class Book:
         found = [self._json(key) for key in self.values if key.startswith("server/")]
         return [ServerEntry(**{**each, "error": _error(each["error"])}) for each in found if each]
 
+    def meetings(self) -> dict[str, Meeting]:
+        """By server: the start of a head over several nodes that is under way or serves."""
+        found = {key.partition("/")[2]: self._json(key) for key in self.values if key.startswith("meeting/")}
+        return {name: Meeting(**each) for name, each in found.items() if each}
+
+    def parts(self) -> list[PartReport]:
+        """Of servers over several nodes, those that are no heads."""
+        found = [self._json(key) for key in self.values if key.startswith("part/")]
+        return [PartReport(**each) for each in found if each]
+
     def daemon(self, node: str) -> str | None:
         found = self._json(f"daemon/{node}")
         return found["url"] if found else None
@@ -105,11 +116,13 @@ def node_names(plan: Plan) -> list[str]:
 def keys(plan: Plan) -> list[str]:
     """Every key that a run of this plan can have."""
     nodes = node_names(plan)
-    servers = [server.name for each in plan.partitions for node in each.nodes for server in node.servers]
+    servers = [server for each in plan.partitions for node in each.nodes for server in node.servers]
     return [
         *(PHASE, GENERATION),
         *(f"service/{name}" for name in SERVICES),
-        *(f"server/{name}" for name in servers),
+        *(f"server/{server.name}" for server in servers if server.part == 0),
+        *(f"meeting/{server.name}" for server in servers if server.part == 0 and server.parts > 1),
+        *(f"part/{server.process}" for server in servers if server.part > 0),
         *(f"{kind}/{node}" for node in nodes for kind in ("daemon", "ranks", "bye")),
     ]
 
@@ -126,9 +139,17 @@ def server(entry: ServerEntry) -> tuple[str, str]:
     return f"server/{entry.name}", json.dumps(asdict(entry))
 
 
+def meeting(server: str, found: Meeting | None) -> tuple[str, str]:
+    return f"meeting/{server}", json.dumps(asdict(found)) if found else ""
+
+
+def part(report: PartReport) -> tuple[str, str]:
+    return f"part/{report.name}", json.dumps(asdict(report))
+
+
 def ranks(node: str, report: RanksReport) -> tuple[str, str]:
     return f"ranks/{node}", json.dumps(asdict(report))
 
 
-def _error(found: dict[str, str] | None) -> RunError | None:
+def _error(found: dict[str, Any] | None) -> RunError | None:
     return RunError(**found) if found else None

@@ -80,4 +80,4 @@ def run_error(child: Child, ended: Exit, before: str = "") -> RunError:
     """What a dead child's log says about its death."""
     found = last_error(child.spec.log, offset=ended.log_offset)
     message = f"{before}{ended.reason}" + (f": {found.message}" if found.message else "")
-    return RunError(child.name, message, found.traceback, str(child.spec.log))
+    return RunError(child.name, message, found.traceback, str(child.spec.log), ended.code == CANNOT_GO_ON)

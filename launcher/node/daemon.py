@@ -31,6 +31,7 @@ from launcher.node.crew import Crew
 from launcher.node.fetches import Fetches
 from launcher.node.lead import Lead, lost_daemon
 from launcher.node.ledger import Ledger
+from launcher.node.parts import Parts
 from launcher.node.rank_group import RankGroup
 from launcher.node.specs import Kind, NodeContext, lead_node, rank_specs, server_specs, service_specs
 from launcher.node.state import Phase, Rendezvous, RunError, State, read_rendezvous, read_state, write_rendezvous
@@ -67,7 +68,9 @@ class Daemon:
         self.lead: Lead | None = None
         self.orphaned = False
         self.ledger = Ledger(context.plan, context.name, self._read, self._store_lost)
-        self.fetches = Fetches(context.run_dir.weights, context.local, settings.verify, settings.visible_secs)
+        self.parts = Parts(context.planned.servers, self.ledger.put)
+        shared = local_dir.agreed(context.local) if self.parts else None
+        self.fetches = Fetches(context.run_dir.weights, context.local, settings.verify, settings.visible_secs, shared)
         self.crew = Crew([], self._child_changed, self.say)
         self.ranks = RankGroup(lambda generation: [], self._ranks_changed, self.say)
         self._service = open_api(self)
@@ -245,6 +248,8 @@ class Daemon:
             self.ledger.put(f"service/{child.name}", entries.address("service", child.name, child.url)[1] if up else "")
             if error is not None:
                 self.end(Ending(Phase.FAILED, error))
+            return
+        if self.parts.changed(child.name, child.state, error):
             return
         partition = self.context.plan.partition(self.context.partition)
         assert partition is not None

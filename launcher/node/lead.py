@@ -163,10 +163,11 @@ class Lead:
 
     def _judge_servers(self, book: Book) -> None:
         planned = sum(
-            len(node.servers)
+            server.part == 0
             for each in self.context.plan.partitions
             for node in each.nodes
             if each.name == "inference"
+            for server in node.servers
         )
         out = [entry for entry in book.servers() if entry.state == "out"]
         if planned and len(out) == planned:
@@ -211,5 +212,8 @@ class Lead:
 def lost_daemon(context: NodeContext, node: str, why: str, machine: str) -> RunError:
     """`machine`: what to look at, or to keep out of the next attempt."""
     partition, _, index = node.rpartition("-")
+    planned = context.plan.partition(partition)
+    parts = [each for each in planned.nodes[int(index)].servers if each.parts > 1] if planned else []
+    why += "".join(f"; it held part {each.part} of {each.name}" for each in parts)
     log = context.run_dir.log(context.attempt, partition, int(index), "daemon")
     return RunError(f"daemon of {node}", f"on {machine}: {why}" if machine else why, log=str(log))

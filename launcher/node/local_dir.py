@@ -31,6 +31,11 @@ def make(path: Path) -> None:
         raise PermissionError(f"{path} belongs to another user")
 
 
+def agreed(path: Path) -> Path:
+    """Beside a daemon's directory, at the same place on every node: links to versions, for servers over several."""
+    return path.parent / "served"
+
+
 def remove(path: Path) -> None:
     """This daemon's part, and the run's directory once it is empty."""
     shutil.rmtree(path, ignore_errors=True)

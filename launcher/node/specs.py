@@ -98,7 +98,7 @@ def server_specs(context: NodeContext) -> list[Spec]:
         assert partition is not None
         role = SERVER_ROLES[partition.backend]
         gpus = ",".join(str(gpu) for gpu in server.gpus)
-        specs.append(_spec(context, Kind.SERVER, role, server.name, ["--gpus", gpus], server.gpus))
+        specs.append(_spec(context, Kind.SERVER, role, server.process, ["--gpus", gpus], server.gpus))
     return specs
 
 

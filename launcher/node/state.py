@@ -37,12 +37,16 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class RunError:
-    """The first error of a run: which process, its last line, its traceback, its log."""
+    """The first error of a run: which process, its last line, its traceback, its log.
+
+    `for_good`: going on would come to the same before something is mended.
+    """
 
     process: str
     message: str
     traceback: str = ""
     log: str = ""
+    for_good: bool = False
 
 
 @dataclass(frozen=True)

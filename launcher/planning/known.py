@@ -93,15 +93,3 @@ def read_known(config: Config, model: ModelShape | None = None) -> tuple[Known, 
     problems = [Problem("actor.path", text) for text in (checkpoint_problems(directory) if directory else ())]
     rows = dataset_rows(config.train_dataset, cache)
     return Known(shape, rows, read_prepared(config)), problems
-
-
-def dataset_problems(config: Config) -> list[Problem]:
-    """Local paths where no dataset is; a hub id that is not on this machine is for prepare to bring."""
-    paths = {"train_dataset.path": config.train_dataset.path}
-    if config.valid_dataset is not None:
-        paths["valid_dataset.path"] = config.valid_dataset.path
-    return [
-        Problem(key, f"{path} is not there; give a directory that is, or a hub id")
-        for key, path in paths.items()
-        if path.startswith((".", "~", "/")) and not Path(path).expanduser().exists()
-    ]

@@ -9,8 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Server:
+    """A server, or what of it is on one node: part 0, the head, answers for all of them."""
+
     name: str
     gpus: list[int]
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def process(self) -> str:
+        """The name of the process that stands before it on its node."""
+        return f"{self.name}-part-{self.part}" if self.part else self.name
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,10 @@ class Partition:
     @property
     def world(self) -> int:
         return self.d * self.p * self.t * self.c
+
+    def nodes_of(self, server: str) -> list[Node]:
+        """Those that hold a part of it, the head's first."""
+        return [node for node in self.nodes if any(each.name == server for each in node.servers)]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which GPUs of which nodes each partition gets, and which server or rank runs on each.
 
-A partition is spread evenly over as few nodes as hold it; two partitions may share a node. A server, and the tensor
-ranks of a trainer, stay within one node.
+A partition is spread evenly over as few nodes as hold it; two partitions may share a node. A server stays within one
+node where it fits, else it takes whole nodes, one part on each; the tensor ranks of a trainer stay within one node.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from launcher.allocation import Allocation, Component, Dims, pointer
 from launcher.planning.layout import Node, Partition, Rank, Server
 from launcher.planning.problem import Problem
+
+SPANNING = ("vllm", "sglang")
+"""Backends that have a server over several nodes."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,9 @@ def _too_large(allocation: Allocation, n_nodes: int, gpus_per_node: int) -> list
     problems = []
     total = n_nodes * gpus_per_node
     for each in allocation.components:
-        within = each.dims.replica if each.is_inference else each.dims.t
-        if within > gpus_per_node:
-            what = "a server (t × p)" if each.is_inference else "a tensor-parallel group (t)"
-            why = "; one over several nodes is known but not built" if each.is_inference else ""
-            problems.append(
-                Problem(
-                    "allocation_mode",
-                    f"{what} of {within} GPUs does not fit in a node of {gpus_per_node} (cluster.n_gpus_per_node){why}",
-                    pointer(allocation.text, *each.dims_span),
-                    layout=True,
-                )
-            )
+        why = _uncut(each, gpus_per_node)
+        if why:
+            problems.append(Problem("allocation_mode", why, pointer(allocation.text, *each.dims_span), layout=True))
     if allocation.world > total:
         spans = [each.span for each in allocation.components]
         wanted = " + ".join(str(each.dims.world) for each in allocation.components) + f" = {allocation.world}"
@@ -73,6 +67,35 @@ def _too_large(allocation: Allocation, n_nodes: int, gpus_per_node: int) -> list
     return problems
 
 
+def _uncut(component: Component, node: int) -> str:
+    """Why its servers or tensor groups cannot lie on nodes of so many GPUs; empty where they can."""
+    dims = component.dims
+    within = dims.replica if component.is_inference else dims.t
+    if within <= node:
+        return ""
+    what = "a server (t × p)" if component.is_inference else "a tensor-parallel group (t)"
+    larger = f"{what} of {within} GPUs does not fit in a node of {node} (cluster.n_gpus_per_node)"
+    if not component.is_inference:
+        return larger
+    if component.backend not in SPANNING:
+        return f"{larger}, and {component.backend} has no server over several nodes; {' and '.join(SPANNING)} have"
+    if within % node:
+        return f"{larger}; over several it takes whole ones, so t × p must be a multiple of {node}"
+    if node % dims.t and dims.t % node:
+        return f"{larger}; over several of them t={dims.t} must divide {node} or be a multiple of it"
+    return ""
+
+
+def spread_warnings(allocation: Allocation | None, gpus_per_node: int) -> list[str]:
+    """Where a tensor group of a server leaves its node."""
+    return [
+        f"{each.backend}:{each.dims}: t={each.dims.t} crosses nodes of {gpus_per_node} GPUs, so every layer's all-reduce "
+        f"goes over the network; t{gpus_per_node}p{each.dims.replica // gpus_per_node} keeps t within a node"
+        for each in (allocation.components if allocation else ())
+        if each.is_inference and each.dims.t > gpus_per_node
+    ]
+
+
 def _pack(
     components: tuple[Component, ...], n_nodes: int, gpus_per_node: int
 ) -> tuple[dict[Component, list[Slice]] | None, tuple[Component, list[Component]]]:
@@ -80,16 +103,17 @@ def _pack(
     free = [list(range(gpus_per_node)) for _ in range(n_nodes)]
     placed: dict[Component, list[Slice]] = {}
     for component in components:
-        slices = _take(free, component)
+        slices = _take(free, component, gpus_per_node)
         if slices is None:
             return None, (component, list(placed))
         placed[component] = slices
     return placed, (components[0], [])
 
 
-def _take(free: list[list[int]], component: Component) -> list[Slice] | None:
+def _take(free: list[list[int]], component: Component, gpus_per_node: int) -> list[Slice] | None:
     dims = component.dims
     together = dims.replica if component.is_inference else dims.t
+    together = min(together, gpus_per_node)  # a larger server takes whole nodes
     largest = max(len(gpus) for gpus in free)
     for nodes in range(-(-dims.world // max(1, largest)), len(free) + 1):
         per_node = dims.world // nodes
@@ -109,7 +133,7 @@ def _does_not_fit(
     nodes = -(-world // gpus_per_node)
     free = [list(range(gpus_per_node)) for _ in range(n_nodes)]
     for each in before:
-        _take(free, each)
+        _take(free, each, gpus_per_node)
     whole = sum(len(gpus) == gpus_per_node for gpus in free)
     wants = f"{nodes} {'node' if nodes == 1 else 'nodes'} of {-(-world // nodes)} GPUs ({refused.dims})"
     if nodes > 1 and world % nodes == 0:
@@ -151,6 +175,9 @@ def _partition(component: Component, slices: list[Slice], per_node: int) -> Part
 
 def _servers(dims: Dims, gpus: list[int], node: int, per_node: int) -> list[Server]:
     size = dims.replica
+    if size > per_node:
+        parts = size // per_node
+        return [Server(f"server-{node // parts}", gpus, node % parts, parts)]
     count = per_node // size
     return [Server(f"server-{node * count + k}", gpus[k * size : (k + 1) * size]) for k in range(count)]
 

@@ -60,6 +60,9 @@ def _partition_lines(partition: Partition) -> Iterator[str]:
 
 def _place(node: Node) -> str:
     where = f"host {node.host}, " + (f"GPUs {_ids(node.gpus)}" if node.gpus else "no GPU")
+    if node.servers and node.servers[0].parts > 1:
+        server = node.servers[0]
+        return f"{where}: part {server.part} of {server.parts} of {server.name}"
     if node.servers:
         shown = ", ".join(each.name + (f" [{_ids(each.gpus)}]" if each.gpus else "") for each in node.servers)
         return f"{where}: {_count(len(node.servers), 'server')}: {shown}"

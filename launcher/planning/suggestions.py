@@ -68,7 +68,9 @@ def _allocations(config: Config, known: Known) -> Iterator[dict[str, str]]:
     samples = samples_of(config)
     servers: list[Dims | None] = [None]
     if server is not None:
-        servers = [Dims(d=d, t=t, p=p) for d in _D for t in _T for p in {1, server.dims.p} if d * t * p < total]
+        most = max(server.dims.replica, config.cluster.n_gpus_per_node)  # none over more nodes than asked for
+        several = [(t, p) for t in _T for p in sorted({1, server.dims.p}) if t * p <= most]
+        servers = [Dims(d=d, t=t, p=p) for d in _D for t, p in several if d * t * p < total]
     trainers: list[Dims | None] = [None]
     if trainer is not None:
         trainers = [

@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.config import Config, load
-from core.data.hub import resolve
+from core.data.hub import HubError, resolve
 from core.data.image_pool import ImagePool
 from core.data.image_store import ImageStore
 from core.data.order import Order
 from core.data.prompts import Recipe
 from core.data.rows import Rows, RowsError, split_files
 from core.data.service import DataService, Split
-from core.data.tokenizer import Tokenizer
+from core.data.tokenizer import Tokenizer, TokenizerError
 from core.rpc.service import Service
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.planning.known import TRAIN_FILES, VALID_FILES
 from launcher.planning.layout import Plan
 from launcher.roles import arguments
@@ -131,13 +132,17 @@ def make_service(config: Config, backend: str | None, *, cache: Path, run_images
     )
 
 
-async def serve(options: arguments.RoleArguments) -> None:
-    """Serves until SIGTERM."""
+async def serve(options: arguments.RoleArguments) -> int:
+    """Serves until SIGTERM; returns the exit status."""
     config = load(options.run_dir.config, [])
     plan = Plan.from_json(options.run_dir.plan.read_text())
     inference = plan.partition("inference")
     backend = inference.backend if inference is not None else None
-    data = make_service(config, backend, cache=options.local / "images", run_images=options.run_dir.images)
+    try:
+        data = make_service(config, backend, cache=options.local / "images", run_images=options.run_dir.images)
+    except (HubError, RowsError, TokenizerError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return CANNOT_GO_ON
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -151,11 +156,11 @@ async def serve(options: arguments.RoleArguments) -> None:
     finally:
         await service.stop()
         await data.close()
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asyncio.run(serve(arguments.parse(sys.argv[1:] if argv is None else argv)))
-    return 0
+    return asyncio.run(serve(arguments.parse(sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from core.weights.tensors import read_tensors
 from launcher.plan import plan
 from launcher.run_dir import RunDir
 from tests.embedded.harness import Reference, Remote
+from tests.support.rows import stand_in_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +32,7 @@ def run_dir(tmp_path: Path, checkpoints: dict[str, Path]) -> RunDir:
         f"actor.path={checkpoints['vision']}",
         f"cluster.fileroot={tmp_path}",
         "embedded.context_length=2048",
-        f"train_dataset.path={tmp_path}",
+        f"train_dataset.path={stand_in_rows(tmp_path / 'rows')}",
         "valid_dataset=null",
     ]
     config = load(ROOT / "configs" / "smoke.yaml", overrides)

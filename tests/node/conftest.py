@@ -24,6 +24,7 @@ from launcher.node.state import State, read_rendezvous, read_state
 from launcher.plan import BatchPlan, Node, Partition, Plan, Rank, Server
 from launcher.run_dir import RunDir
 from tests.node.living import processes_naming, until
+from tests.support.rows import stand_in_rows
 
 BATCH = BatchPlan(1, 1, 1, 1, 1, 1, 1, 1)
 
@@ -87,8 +88,9 @@ class FakeRun:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """paths.cache with the tiny checkpoint, so that a resume can plan again."""
+    """paths.cache with the tiny checkpoint and some rows, so that a resume can plan again."""
     root = tmp_path_factory.mktemp("cache")
+    stand_in_rows(root / "rows")
     tiny_checkpoint(root)
     return root
 
@@ -102,7 +104,8 @@ def fake_run(tmp_path: Path, cache: Path) -> Iterator[Callable[..., FakeRun]]:
     ) -> FakeRun:
         place: tuple[str, ...] = (f"cluster.fileroot={tmp_path}", f"trial_name={name}", "recover.mode=disabled")
         place += (f"paths.cache={cache}", f"actor.path={tiny_checkpoint(cache)}")
-        place += (f"train_dataset.path={cache}", f"valid_dataset.path={cache}")  # is there; nobody reads it
+        rows = cache / "rows"
+        place += (f"train_dataset.path={rows}", f"valid_dataset.path={rows}")
         config = load(REPOSITORY / "configs" / "smoke.yaml", [*place, *overrides])
         launch = begin(config, made_plan(**plan))
         made.append(FakeRun(launch.run_dir, launch.plan))

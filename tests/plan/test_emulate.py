@@ -97,8 +97,8 @@ def test_an_unreadable_layout_is_left_for_plan_to_refuse(recipe: Recipe) -> None
 
 
 def test_batches_shrink_to_the_rows_there_are(recipe: Recipe, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"problem": ["a"] * 7}), tmp_path / "train-00000-of-00001.parquet")
-    pq.write_table(pa.table({"problem": ["a"] * 3}), tmp_path / "test-00000-of-00001.parquet")
+    pq.write_table(pa.table({"problem": ["a"] * 7, "answer": ["b"] * 7}), tmp_path / "train-00000-of-00001.parquet")
+    pq.write_table(pa.table({"problem": ["a"] * 3, "answer": ["b"] * 3}), tmp_path / "test-00000-of-00001.parquet")
     swapped, lines = emulate(recipe(f"train_dataset.path={tmp_path}", f"valid_dataset.path={tmp_path}"))
     for key, rows in (
         ("train_dataset.batch_size", 7),

@@ -22,6 +22,7 @@ from launcher.planning.change import with_value
 from launcher.planning.devices import require_gpus
 from launcher.planning.divisibility import cutting_problems
 from tests.plan.conftest import RECIPE
+from tests.support.rows import stand_in_rows
 
 Recipe = Callable[..., Config]
 
@@ -77,7 +78,7 @@ def test_a_dataset_path_that_is_not_there_is_refused(recipe: Recipe, path: str, 
         assert [problem.key for problem in caught.value.problems] == ["train_dataset.path", "valid_dataset.path"]
         assert f"{path} is not there" in str(caught.value)
     plan(recipe(*rows, "allocation_mode=vllm:d4"))  # servers alone read no rows
-    plan(recipe("train_dataset.path=org/name", f"valid_dataset.path={tmp_path}"))
+    plan(recipe("train_dataset.path=org/name", f"valid_dataset.path={stand_in_rows(tmp_path)}"))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_serving_alone_has_no_batch(recipe: Recipe) -> None:
 
 
 def test_steps_follow_from_the_rows(recipe: Recipe, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"problem": ["a"] * 100}), tmp_path / "train-00000-of-00001.parquet")
+    pq.write_table(pa.table({"problem": ["a"] * 100, "answer": ["b"] * 100}), tmp_path / "train-00000-of-00001.parquet")
     rows = f"train_dataset.path={tmp_path}"
     assert plan(recipe(rows)).batch.steps == 3 * (100 // 32)
     assert plan(recipe(rows, "total_train_steps=4")).batch.steps == 4
@@ -325,12 +326,13 @@ def changed(config: Config, assignments: str) -> Config:
 def test_every_file_in_configs_is_planned(tiny: Path, tmp_path: Path) -> None:
     configs = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
     assert len(configs) >= 5
+    stand_in = stand_in_rows(tmp_path / "rows")
     for path in configs:
         text = path.read_text()
         overrides = [f"paths.cache={tmp_path}"]
         overrides += [f"actor.path={tiny}"] if re.search(r"path: \./runs", text) else []
         rows = ("train", "valid") if "pictures" in text else ()
-        overrides += [f"{name}_dataset.path={tmp_path}" for name in rows]
+        overrides += [f"{name}_dataset.path={stand_in}" for name in rows]
         config = load(path, overrides, on_warning=lambda line: None)
         assert plan(config).partitions, path
         settled, planned = settle(config, emulated=True)
