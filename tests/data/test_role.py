@@ -18,6 +18,7 @@ from core.data.hub import HubError
 from core.data.rows import RowsError
 from core.rpc.client import Client
 from core.rpc.service import Call, Service
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.plan import BatchPlan, Partition, Plan
 from launcher.roles.data import image_workers, longest_prompt, splits
 from launcher.run_dir import RunDir
@@ -169,6 +170,22 @@ def test_a_dataset_that_is_not_there_is_named(tmp_path: Path, tiny_path: Path) -
         splits(config_of(tmp_path, tiny_path, tmp_path / "none"), "embedded")
     with pytest.raises(RowsError, match="no parquet file at all"):
         splits(config_of(tmp_path, tiny_path, tmp_path), "embedded")
+
+
+def test_data_that_is_gone_ends_the_process_for_good_without_a_traceback(tmp_path: Path, tiny_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    config = config_of(tmp_path, tiny_path, tmp_path / "gone")
+    run_dir.config.write_text(config.dump_yaml())
+    run_dir.plan.write_text(plan_of("embedded").to_json())
+    words = ["--run-dir", run_dir.root, "--attempt", "1", "--partition", "training", "--node", "0", "--name", "data"]
+    words += ["--daemon", "http://127.0.0.1:1", "--local", tmp_path / "local"]
+    command = [sys.executable, "-P", "-m", "launcher.roles.data", *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == CANNOT_GO_ON
+    assert done.stderr.startswith(f"HubError: dataset '{tmp_path / 'gone'}' is not on this machine"), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_image_workers_follow_num_workers(tmp_path: Path, tiny_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from core.rpc.client import Client
 from launcher.attached import Attendance
+from launcher.commands.status import status_text
 from launcher.liveness import look
 from launcher.run_dir import RunDirError
 from tests.node.conftest import FakeRun
@@ -208,6 +209,16 @@ def test_a_child_that_dies_at_once_again_and_again_ends_the_run(fake_run: Make) 
     assert run.state.error.log in said and run.state.error.log.endswith("logs/1/training-0/data.log")
     assert len([each for each in run.started() if each["name"] == "data"]) == 3
     assert not run.survivors()
+
+
+def test_what_another_start_would_not_mend_is_told_as_such(fake_run: Make) -> None:
+    run = fake_run(servers=0, behaviour={"data": "give_up", "rank-0": "serve", "rank-1": "serve"})
+    code, said = finished(run.launch())
+    assert code == 1 and "data: exit status 4: RowsError: train.parquet is not readable parquet" in said
+    assert f"once that is mended: python -m launcher resume {run.run_dir.root}\n" in said and "go on with" not in said
+    assert len([each for each in run.started() if each["name"] == "data"]) == 1
+    asked = status_text(run.run_dir, look(run.run_dir), 0.0)
+    assert "going on would end the same way; once that is mended: python -m launcher resume" in asked
 
 
 def test_a_flapping_server_is_left_out_and_named(fake_run: Make) -> None:

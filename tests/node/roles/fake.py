@@ -1,6 +1,7 @@
 """Processes that stand in for the roles: real processes that register, leave a grandchild, and end as they are told.
 
-What each does is in <run dir>/behaviour.json, by process name: serve | finish | die | die_once | hang | exit0.
+What each does is in <run dir>/behaviour.json, by process name: serve | finish | die | die_once | give_up | hang
+| exit0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.rpc.service import Service, serve_in_thread
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.roles.arguments import RoleArguments, parse, register
 
 
@@ -27,6 +29,9 @@ def main(argv: Sequence[str]) -> None:
         file.write(json.dumps({**words, "local": str(arguments.local), "env": dict(os.environ)}) + "\n")
     if behaviour == "die":
         raise ValueError(f"{arguments.name} cannot read row 7 of train.parquet")
+    if behaviour == "give_up":
+        print("RowsError: train.parquet is not readable parquet", file=sys.stderr)
+        sys.exit(CANNOT_GO_ON)
     leave_a_grandchild(arguments)
     if arguments.rank in (None, 0):
         counts = {"step": 3, "progress": {"step": 3}} if arguments.rank == 0 else {"served": 1}

@@ -1,0 +1,72 @@
+"""Can a reward function be loaded? Asked of a child as the run starts it, before there is a run.
+
+Owns the question and its deadline; what a child does is core.rewards.worker's, and grading core.rewards.pool's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from core.rewards.pool import WORKER, environment
+
+_FRAME = re.compile(r'File "([^"<]+)", line (\d+)')
+_MOST_BYTES = 1 << 20
+
+
+def load_error(reward: str, directory: Path, *, seconds: float) -> str | None:
+    """Why `module:function` cannot be loaded from `directory`, in a line; None where it can.
+
+    Raises TimeoutError when its module is not imported within `seconds`.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # what the module prints at import
+        cwd=directory,
+        env=environment(),
+        start_new_session=True,
+    )
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({"function": reward, "directory": str(directory)}).encode() + b"\n")
+        process.stdin.flush()
+        said = _line(process.stdout.fileno(), time.monotonic() + seconds)
+    except BrokenPipeError:
+        said = b""
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        return "its process ended while importing it"
+    return None if "ready" in answer else str(answer["fatal"]) + _place(answer["traceback"])
+
+
+def _line(handle: int, deadline: float) -> bytes:
+    """Up to the end of the first line, or of the output."""
+    said = b""
+    while not said.endswith(b"\n") and len(said) < _MOST_BYTES:
+        if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        more = os.read(handle, 65536)
+        if not more:
+            break
+        said += more
+    return said
+
+
+def _place(traceback: str) -> str:
+    """` (file:line)` of the innermost frame that is neither the worker's own nor the import system's."""
+    found = _FRAME.findall(traceback)
+    frames = [each for each in found if Path(each[0]) != WORKER and Path(each[0]).parent.name != "importlib"]
+    return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""

@@ -1,0 +1,63 @@
+"""Can the datasets of a configuration be read? The footers, the columns that every row needs, the first rows.
+
+Looks only at what is on this machine, through the reader that the run uses; rows one by one are prepare's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.config import Config
+from core.config.dataset import Dataset
+from core.data.hub import HubError, resolve
+from core.data.prompts import NEEDED_COLUMNS
+from core.data.rows import Rows, RowsError, split_files
+from launcher.planning.known import TRAIN_FILES, VALID_FILES, cache_of
+from launcher.planning.problem import Problem
+
+FIRST_BYTES = 32 << 20
+"""A first row group up to this is decoded; of a larger one the footer must do."""
+
+
+def dataset_problems(config: Config) -> Iterator[Problem]:
+    """A hub id that is not on this machine is for prepare to bring."""
+    train, valid = config.train_dataset, config.valid_dataset
+    yield from _problems(config, "train_dataset", train, train.split, TRAIN_FILES)
+    gate = train.dataset_kwargs.get("gate")
+    if gate:
+        yield from _problems(config, "train_dataset.dataset_kwargs.gate", train, gate["split"], ())
+    if valid is not None:
+        yield from _problems(config, "valid_dataset", valid, valid.split, VALID_FILES)
+
+
+def _problems(config: Config, key: str, dataset: Dataset, split: str | None, names: tuple[str, ...]) -> list[Problem]:
+    at_path = f"{key.split('.')[0]}.path"
+    try:
+        place = resolve(dataset.path, cache=cache_of(config), kind="dataset")
+    except HubError:
+        missing = dataset.path.startswith((".", "~", "/")) and key == at_path.split(".")[0]
+        return [Problem(at_path, f"{dataset.path} is not there; give a directory that is, or a hub id")] * missing
+    try:
+        files = split_files(place, *((split,) if split else names))
+    except RowsError as error:
+        other = split and error.present
+        return [Problem(f"{key}.split" if other else at_path, str(error))]
+    wrong = _unreadable(files)
+    return [Problem(at_path, wrong)] if wrong else []
+
+
+def _unreadable(files: list[Path]) -> str | None:
+    try:
+        rows = Rows(files)
+        missing = [name for name in NEEDED_COLUMNS if name not in rows.columns]
+        if missing:
+            there = ", ".join(rows.columns) or "none"
+            return f"{files[0]} has no column {' and no column '.join(missing)}, which every row needs; it has {there}"
+        if not len(rows):
+            return f"{files[0]} has no rows"
+        if rows.first_bytes <= FIRST_BYTES:
+            rows[0]
+    except RowsError as error:
+        return str(error)
+    return None
