@@ -206,6 +206,8 @@ done
 code=$?
 # one requeue for the whole job, unless Slurm is ending it; then wait to be killed: an early exit would end the job
 if [ "$code" = {AGAIN_STATUS} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T | head -n 1)" = RUNNING ]; then
+  # an srun that still waits for a lost node would, some seconds on, end the step of the same number of the next attempt
+  pkill -KILL --session 0 -x srun
   scontrol requeue "$SLURM_JOB_ID" && echo "job $SLURM_JOB_ID is requeued" >&2 && sleep 120
 fi
 exit "$code\""""

@@ -68,10 +68,12 @@ def test_two_and_two_nodes_and_one_job_of_two_steps_beside_them(run: Start, appt
     container = ("slurm.container=apptainer", "slurm.container_image=/image.sif", "slurm.container_mounts=[/tmp:/tmp]")
     narrow = run("cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "total_train_steps=2", *container, name="-narrow")
     narrow.env = {"PATH": f"{apptainer.parent}:{os.environ['PATH']}"}
+    printed = narrow.launcher("plan", "--sbatch", "--emulate", *narrow.words).expect().out
     leader = narrow.submit()
     assert wide.await_phase("done").attempt == 1
     assert narrow.await_phase("done").attempt == 1
     script = (narrow.root / "submitit" / "job.sbatch").read_text()
+    assert script == printed
     assert "#SBATCH --gres=gpu:2" in script and script.count("srun --exact") == 2 and "hetjob" not in script
     records = {path.stem: json.loads(path.read_text()) for path in narrow.root.glob("logs/1/preflight/*.json")}
     given = [gpu["name"] for record in records.values() for gpu in record["gpus"]]
