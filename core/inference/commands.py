@@ -33,8 +33,11 @@ class Seat:
     pipeline: int = 1
     nodes: int = 1
     node_rank: int = 0
+    host: str = "127.0.0.1"
+    """The run's interface on this node; what faces other nodes is there, HTTP never."""
     head: str = "127.0.0.1"
-    """The interface of the server's first node."""
+    """The interface of the server's first node, and the port there at which its parts meet."""
+    head_port: int = 0
     socket: str | None = None
     """A unix socket to listen on instead of the port, where the server can."""
 
@@ -63,7 +66,7 @@ def vllm(config: Config, seat: Seat) -> Launch:
     words |= {"uds": seat.socket} if seat.socket else {"host": "127.0.0.1", "port": seat.port}
     if seat.nodes > 1:
         words |= {"nnodes": seat.nodes, "node_rank": seat.node_rank}
-        words |= {"master_addr": seat.head, "master_port": seat.port + 1}
+        words |= {"master_addr": seat.head, "master_port": seat.head_port}
         words |= {"headless": True} if seat.node_rank else {}
     if seat.device == "cpu":
         words |= {"kv_cache_memory_bytes": _CPU_KV_BYTES}
@@ -75,8 +78,7 @@ def vllm(config: Config, seat: Seat) -> Launch:
         "DO_NOT_TRACK": "1",
         "VLLM_PORT": str(seat.port + 4),
     }
-    if seat.nodes == 1:
-        environment |= {"VLLM_HOST_IP": "127.0.0.1"}
+    environment |= {"VLLM_HOST_IP": seat.host if seat.nodes > 1 else "127.0.0.1"}
     if seat.device == "cpu":
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return Launch((*first, *_flags("vllm", section, words, left_out)), _common() | environment)
@@ -98,9 +100,10 @@ def sglang(config: Config, seat: Seat) -> Launch:
         "mm_preprocess_cache_size_mb": 256,
     }
     if seat.nodes > 1:
-        words |= {"nnodes": seat.nodes, "node_rank": seat.node_rank, "dist_init_addr": f"{seat.head}:{seat.port + 1}"}
+        words |= {"nnodes": seat.nodes, "node_rank": seat.node_rank}
+        words |= {"dist_init_addr": f"{seat.head}:{seat.head_port}"}
     left_out: set[str] = set()
-    environment: dict[str, str] = {}
+    environment = {"SGLANG_HOST_IP": seat.host} if seat.nodes > 1 else {}
     if not config.actor.freeze_vision:
         # an image seen before is else answered with new language weights on embeddings of the old tower
         environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"

@@ -24,16 +24,19 @@ class WeightsDirectory:
     Hashes were checked when the node fetched it; names, sizes and headers are looked at again.
     """
 
-    def __init__(self, model: Path, root: Path | None = None) -> None:
-        """`root`: nothing outside it is loaded."""
+    def __init__(self, model: Path, root: Path | None = None, links: Path | None = None) -> None:
+        """`root`: nothing outside it is loaded. `links`: nothing but by a link there, which every node has."""
         self._model = model
         self._root = root
+        self._links = links
         self._served: Mapping[str, tuple[int, ...]] | None = None
 
     def check(self, path: Any) -> None:
         if not isinstance(path, str) or not path:
             raise RefusedError("the weights' directory must be named")
         directory = Path(path)
+        if self._links is not None and not (directory.parent == self._links and directory.is_symlink()):
+            raise RefusedError(f"{path} is no link in {self._links}, where every node of this server has its versions")
         if self._root is not None and not directory.resolve().is_relative_to(self._root.resolve()):
             raise RefusedError(f"{path} is not below {self._root}, where this node keeps fetched versions")
         try:

@@ -7,31 +7,28 @@ started with is core.inference.commands', restarts after a death are the node da
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 
 from core.inference.backends import CLIENTS
-from core.inference.belongings import ServerDirectory, segments, unlink
+from core.inference.child import ServerChild
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Launch, Seat
 from core.inference.exposure import WeightsDirectory, routes
+from core.inference.meeting import Meeting
 from core.inference.ports import PortBlock, take_block
 from core.inference.proxy import Proxy
 
 PORT_TRIES = 4
+MEETING = 1
+"""Which port of its block the parts of a server over several nodes meet at."""
 _POLL_SECS = 0.25
-_END_SECS = 12.0
 _TAKEN = ("address already in use", "EADDRINUSE", "Errno 98")
-_DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 
 class NotReadyError(Exception):
@@ -47,7 +44,8 @@ class Wanted:
     """Its port, name and socket are chosen here."""
     weights_root: Path | None
     token: str
-    host: str = "127.0.0.1"
+    links: Path | None = None
+    """Of a server over several nodes: only versions by their links there are loaded."""
     ready_secs: float = 300.0
     request_secs: float = 3600.0
 
@@ -55,16 +53,27 @@ class Wanted:
 class ServerProcess:
     """`build` gives the command for a seat; the output goes to `log` (None: this process's own)."""
 
-    def __init__(self, wanted: Wanted, build: Callable[[Seat], Launch], *, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        build: Callable[[Seat], Launch],
+        *,
+        log: Path | None = None,
+        announce: Callable[[Meeting], Awaitable[None]] | None = None,
+    ) -> None:
+        """`announce`: told of every start of a server over several nodes, before it is made."""
         self._wanted = wanted
         self._build = build
         self._log = log
+        self._announce = announce
         self._block: PortBlock | None = None
         self._proxy: Proxy | None = None
-        self._directory: ServerDirectory | None = None
-        self._segments: set[str] = set()
-        self.process: asyncio.subprocess.Process | None = None
+        self._child: ServerChild | None = None
         self.url = ""
+
+    @property
+    def process(self) -> asyncio.subprocess.Process | None:
+        return self._child.process if self._child is not None else None
 
     async def start(self) -> str:
         """The proxy's URL, once the server has sampled a token under the name that only this start knows."""
@@ -81,71 +90,45 @@ class ServerProcess:
         raise NotReadyError(f"{PORT_TRIES} blocks of ports were taken while the server started")
 
     async def stop(self) -> None:
-        """TERM, then KILL; whatever it has started beyond that is the guard's."""
+        """Proxy, process, ports: in this order."""
         if self._proxy is not None:
             await self._proxy.stop()
             self._proxy = None
-        if self.process is not None and self.process.returncode is None:
-            self._segments |= await asyncio.to_thread(segments, self.process.pid)
-            with suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self.process.wait(), _END_SECS)
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    self.process.kill()
-                await self.process.wait()
-        unlink(self._segments)
-        self._segments = set()
+        if self._child is not None:
+            await self._child.stop()
+            self._child = None
         if self._block is not None:
             self._block.close()
-        if self._directory is not None:
-            self._directory.remove()
-            self._directory = None
 
     async def _start_on(self, block: PortBlock) -> str:
         wanted = self._wanted
-        self._directory = ServerDirectory()
-        seat = self._seat(block)
-        launch = self._build(seat)
-        before = self._log.stat().st_size if self._log and self._log.exists() else 0
-        output = self._log.open("ab") if self._log else None
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                *launch.argv,
-                env=environment({**launch.env, "TMPDIR": str(self._directory.path)}),
-                stdout=output,
-                stderr=output,
-            )
-        finally:
-            if output is not None:
-                output.close()
-        target = f"http://127.0.0.1:{seat.port}"
-        weights = WeightsDirectory(Path(seat.model), wanted.weights_root)
+        child = self._child = ServerChild(self._log)
+        start = secrets.token_hex(8)
+        socket = str(child.directory / "http.sock") if wanted.backend == "vllm" else None
+        seat = replace(wanted.seat, port=block.first, served_name=f"policy-{start}", socket=socket)
+        if self._announce is not None:
+            seat = replace(seat, head=seat.host, head_port=block.first + MEETING)
+            await self._announce(Meeting(start, seat.head, seat.head_port))
+        await child.start(self._build(seat))
+        weights = WeightsDirectory(Path(seat.model), wanted.weights_root, wanted.links)
         self._proxy = Proxy(
-            target,
+            f"http://127.0.0.1:{seat.port}",
             wanted.token,
             routes(wanted.backend, weights),
             deadline=wanted.request_secs,
             unix_socket=seat.socket,
         )
-        self.url = await self._proxy.start(wanted.host)
-        await self._until_ready(seat, before)
-        self._segments = await asyncio.to_thread(segments, self.process.pid)
+        self.url = await self._proxy.start(wanted.seat.host)
+        await self._until_ready(seat, child)
+        await child.note_segments()
         return self.url
 
-    def _seat(self, block: PortBlock) -> Seat:
-        assert self._directory is not None
-        one_node_vllm = self._wanted.backend == "vllm" and self._wanted.seat.nodes == 1
-        socket = str(self._directory.path / "http.sock") if one_node_vllm else None
-        fields = vars(self._wanted.seat)
-        name = f"policy-{secrets.token_hex(8)}"
-        return Seat(**{**fields, "port": block.first, "served_name": name, "socket": socket})
-
-    async def _until_ready(self, seat: Seat, before: int) -> None:
+    async def _until_ready(self, seat: Seat, child: ServerChild) -> None:
         deadline = time.monotonic() + self._wanted.ready_secs
         while not await self._is(seat.served_name):
-            self._refuse_dead(before)
+            if child.process is not None and child.process.returncode is not None:
+                status = child.process.returncode
+                raise NotReadyError(f"ended with status {status} before it was ready\n{child.said()}".strip())
             if time.monotonic() > deadline:
                 raise NotReadyError(f"not ready within {self._wanted.ready_secs:g} s (rollout.setup_timeout)")
             await asyncio.sleep(_POLL_SECS)
@@ -176,20 +159,3 @@ class ServerProcess:
         if models and models[0].get("id") != name:
             raise NotReadyError(f"another server ({models[0].get('id')}) answers there: address already in use")
         return bool(models)
-
-    def _refuse_dead(self, before: int) -> None:
-        assert self.process is not None
-        if self.process.returncode is None:
-            return
-        said = ""
-        if self._log is not None:
-            said = self._log.read_bytes()[before:][-3000:].decode("utf-8", "replace")
-        raise NotReadyError(f"ended with status {self.process.returncode} before it was ready\n{said}".strip())
-
-
-def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without what would lead another Python to our packages, with the server's on top."""
-    kept = {key: value for key, value in os.environ.items() if key not in _DROPPED}
-    # it is below TMPDIR otherwise, which is the server's own and goes with it
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")}
-    return compiled | kept | dict(own)

@@ -216,8 +216,9 @@ class ServerPool:
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
         client = self._make_client(row)
+        daemons = tuple(row.get("daemons") or ())
         self.servers[name] = Server(
-            name, row["url"], row["daemon"], row["started"], client, left=lambda: self._let_in(1)
+            name, row["url"], row["daemon"], row["started"], client, daemons, left=lambda: self._let_in(1)
         )
         self.changed.set()
 

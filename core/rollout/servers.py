@@ -47,6 +47,8 @@ class Server:
     daemon: str
     started: float
     client: InferenceClient
+    daemons: tuple[str, ...] = ()
+    """Of every node that holds a part of it; `daemon` is the first's."""
     state: ServerState = ServerState.STARTING
     served: int | None = None
     served_name: str | None = None
@@ -64,6 +66,9 @@ class Server:
     busy_since: float | None = None
     _busy_secs: float = 0.0
     _cut: set[asyncio.Task] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.daemons = self.daemons or (self.daemon,)
 
     def move(self, to: ServerState, reason: str = "") -> None:
         if to not in MOVES[self.state]:

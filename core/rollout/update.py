@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,7 +155,7 @@ class WeightUpdates:
 
     async def _update(self, target: Published, servers: list[Server]) -> None:
         began = time.monotonic()
-        paths = await self._fetch_on_nodes(target, {server.daemon for server in servers})
+        paths = await self._fetch_on_nodes(target, servers)
         fetch_secs = time.monotonic() - began
         self._fetched(None)
         timings = [
@@ -176,8 +176,9 @@ class WeightUpdates:
             )
         await self._release_old(target)
 
-    async def _fetch_on_nodes(self, target: Published, daemons: Iterable[str]) -> dict[str, str]:
-        daemons = sorted(daemons)
+    async def _fetch_on_nodes(self, target: Published, servers: Sequence[Server]) -> dict[str, str]:
+        """Where each daemon has the version now. A server is loaded only when all of its nodes have it, at one path."""
+        daemons = sorted({daemon for server in servers for daemon in server.daemons})
         results = await asyncio.gather(*(self._fetch(daemon, target) for daemon in daemons), return_exceptions=True)
         paths: dict[str, str] = {}
         refusals = []
@@ -187,11 +188,13 @@ class WeightUpdates:
             else:
                 paths[daemon] = result
                 self._on_node.setdefault(daemon, set()).add(target.name)
-        if not paths:
-            raise FetchRefusedError("; ".join(refusals))
+        lacking = [_lacking(server, paths, refusals) for server in servers]
+        if all(lacking):
+            raise FetchRefusedError(lacking[0])
         for server in list(self._pool.servers.values()):
-            if server.daemon in daemons and server.daemon not in paths and server.state is not ServerState.OUT:
-                self._pool.take_out(server, f"its node did not get {target.name}: {'; '.join(refusals)}")
+            asked = server.state is not ServerState.OUT and set(server.daemons) <= set(daemons)
+            if asked and (why := _lacking(server, paths, refusals)):
+                self._pool.take_out(server, f"its node did not get {target.name}: {why}")
         return paths
 
     def _portions(self, servers: list[Server]) -> list[list[Server]]:
@@ -217,3 +220,11 @@ class WeightUpdates:
                     await self._release(daemon, name)
                 except Exception as error:
                     print(f"{daemon} did not let go of {name}: {error}", file=sys.stderr, flush=True)
+
+
+def _lacking(server: Server, paths: Mapping[str, str], refusals: Sequence[str]) -> str:
+    """Why a server cannot be loaded: a node of it has nothing, or has it elsewhere than the first one's."""
+    if any(daemon not in paths for daemon in server.daemons):
+        return "; ".join(refusals)
+    found = {paths[daemon] for daemon in server.daemons}
+    return f"its nodes have it at different paths: {', '.join(sorted(found))}" if len(found) > 1 else ""

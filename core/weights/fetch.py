@@ -78,9 +78,14 @@ def fetched(local_root: Path, name: str, digest: str) -> Manifest | None:
 
 def release(local_root: Path, name: str) -> None:
     """Forgets a fetched version; one that is not there is forgotten already."""
+    shutil.rmtree(local_root / version_name(name), ignore_errors=True)
+
+
+def version_name(name: str) -> str:
+    """As it is; refused where it would lead elsewhere."""
     if not name or Path(name).name != name or name.startswith("."):
         raise WeightsError(f"{name!r} is not the name of a version")
-    shutil.rmtree(local_root / name, ignore_errors=True)
+    return name
 
 
 def _holds(target: Path, digest: str) -> bool:

@@ -22,8 +22,8 @@ from typing import Any
 from core.config.deadlines import Deadlines
 from core.rpc.service import bound_socket
 from core.telemetry.phases import announce, open_phases
+from launcher.node import agreed, guard, local_dir, orphan
 from launcher.node import book as entries
-from launcher.node import guard, local_dir, orphan
 from launcher.node.api import open_api
 from launcher.node.book import Ending, RanksReport, ServerEntry
 from launcher.node.children import Child, ChildState
@@ -69,7 +69,7 @@ class Daemon:
         self.orphaned = False
         self.ledger = Ledger(context.plan, context.name, self._read, self._store_lost)
         self.parts = Parts(context.planned.servers, self.ledger.put)
-        shared = local_dir.agreed(context.local) if self.parts else None
+        shared = agreed.agreed(context.local) if self.parts else None
         self.fetches = Fetches(context.run_dir.weights, context.local, settings.verify, settings.visible_secs, shared)
         self.crew = Crew([], self._child_changed, self.say)
         self.ranks = RankGroup(lambda generation: [], self._ranks_changed, self.say)

@@ -14,8 +14,9 @@ from typing import Any
 from core.rpc.errors import RpcError
 from core.telemetry.phases import announce
 from core.weights.errors import WeightsError
-from core.weights.fetch import fetch, fetched, release
+from core.weights.fetch import fetch, fetched, release, version_name
 from core.weights.manifest import Manifest, VerifyMode
+from launcher.node import agreed
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Fetches:
     local: Path
     verify: VerifyMode = "full"
     visible_secs: float = 90.0
+    links: Path | None = None
+    """Where versions are at the same path on every node, if a server here spans several (launcher.node.agreed)."""
     last: Manifest | None = None
     running: dict[tuple[str, str], asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
 
@@ -42,7 +45,10 @@ class Fetches:
 
     async def release(self, name: str) -> None:
         try:
-            await asyncio.to_thread(release, self.local, name)
+            if self.links is None:
+                await asyncio.to_thread(release, self.local, name)
+            else:
+                await asyncio.to_thread(agreed.let_go, self.links, self.local / version_name(name))
         except WeightsError as error:
             raise RpcError(400, str(error)) from error
 
@@ -53,6 +59,8 @@ class Fetches:
         options: dict[str, Any] = {"verify": self.verify, "visible_secs": self.visible_secs, "expected": self.last}
         target = await asyncio.to_thread(fetch, source, digest, self.local, **options)
         self.last = await asyncio.to_thread(fetched, self.local, source.name, digest)
+        if self.links is not None:
+            target = await asyncio.to_thread(agreed.lead_to, self.links, target)
         size = self.last.weight_bytes if self.last else 0
         return {"path": str(target), "bytes": size, "secs": time.monotonic() - started, "cached": cached}
 

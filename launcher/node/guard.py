@@ -105,7 +105,12 @@ def remove_tree(root: str) -> None:
                     os.unlink(path)  # noqa: PTH108
                 else:
                     os.rmdir(path)  # noqa: PTH106
-    for path in (root, os.path.dirname(root)):  # noqa: PTH120 -- the run's directory goes with its last node's
+    above = os.path.dirname(root)  # noqa: PTH120
+    with contextlib.suppress(OSError):  # launcher.node.agreed's links, once they lead nowhere
+        for name in os.listdir(f"{above}/served"):  # noqa: PTH208
+            if not os.path.exists(f"{above}/served/{name}"):  # noqa: PTH110
+                os.unlink(f"{above}/served/{name}")  # noqa: PTH108
+    for path in (root, f"{above}/served", above):  # the run's directory goes with its last node's
         with contextlib.suppress(OSError):
             os.rmdir(path)  # noqa: PTH106
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from launcher.node import agreed
 from launcher.run_dir import RunDir
 
 MEMORY = Path("/dev/shm")
@@ -31,13 +32,9 @@ def make(path: Path) -> None:
         raise PermissionError(f"{path} belongs to another user")
 
 
-def agreed(path: Path) -> Path:
-    """Beside a daemon's directory, at the same place on every node: links to versions, for servers over several."""
-    return path.parent / "served"
-
-
 def remove(path: Path) -> None:
     """This daemon's part, and the run's directory once it is empty."""
     shutil.rmtree(path, ignore_errors=True)
+    agreed.sweep(agreed.agreed(path))
     with contextlib.suppress(OSError):
         path.parent.rmdir()

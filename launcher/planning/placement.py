@@ -89,7 +89,7 @@ def _uncut(component: Component, node: int) -> str:
 def spread_warnings(allocation: Allocation | None, gpus_per_node: int) -> list[str]:
     """Where a tensor group of a server leaves its node."""
     return [
-        f"{each.backend}:{each.dims}: t={each.dims.t} crosses nodes of {gpus_per_node} GPUs, so every layer's all-reduce "
+        f"{each.backend}:{each.dims}: t={each.dims.t} crosses nodes of {gpus_per_node} GPUs: every layer's all-reduce "
         f"goes over the network; t{gpus_per_node}p{each.dims.replica // gpus_per_node} keeps t within a node"
         for each in (allocation.components if allocation else ())
         if each.is_inference and each.dims.t > gpus_per_node

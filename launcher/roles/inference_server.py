@@ -7,6 +7,7 @@ does, so that the node daemon sees one process: restarts, back-off and giving up
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,12 +17,15 @@ from core.config import Config, load
 from core.data.hub import resolve
 from core.inference.commands import Seat, launch
 from core.inference.process import NotReadyError, ServerProcess, Wanted
-from launcher.planning.layout import Partition, Plan
+from launcher.node.agreed import agreed
+from launcher.planning.layout import Partition, Plan, Server
 from launcher.roles import arguments
+from launcher.roles.server_parts import Notices, follow, status_of
 from launcher.servers.environment import python_of
 
 
 def wanted(config: Config, plan: Plan, partition: Partition, args: arguments.RoleArguments) -> Wanted:
+    server = planned_server(partition, args)
     model = resolve(config.actor.path, cache=config.paths.cache, kind="model")
     seat = Seat(
         python=python_of(partition.backend, config, plan.device),
@@ -31,52 +35,83 @@ def wanted(config: Config, plan: Plan, partition: Partition, args: arguments.Rol
         port=0,
         tensor=partition.t,
         pipeline=partition.p,
+        nodes=server.parts,
+        node_rank=server.part,
+        host=args.host,
     )
+    several = server.parts > 1
     return Wanted(
         partition.backend,
         seat,
-        weights_root=args.local,
+        weights_root=args.local.parent if several else args.local,
         token=args.run_dir.read_token(),
-        host=args.host,
+        links=agreed(args.local) if several else None,
         ready_secs=config.rollout.setup_timeout,
         request_secs=config.rollout.request_timeout,
     )
 
 
+def planned_server(partition: Partition, args: arguments.RoleArguments) -> Server:
+    return next(each for each in partition.nodes[args.node].servers if each.process == args.name)
+
+
 async def serve(config: Config, plan: Plan, args: arguments.RoleArguments) -> int:
-    """Serves until SIGTERM (0) or until the server's process ends (1)."""
+    """Serves until SIGTERM (0) or until the server's process, or that of a part of it elsewhere, ends (1)."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     partition = plan.partition(args.partition)
     assert partition is not None
-    backend = partition.backend
-    log = args.run_dir.log(args.attempt, args.partition, args.node, args.name)
-    server = ServerProcess(
-        wanted(config, plan, partition, args), lambda seat: launch(backend, config, seat), log=Path(log)
-    )
-    stopping = asyncio.create_task(stop.wait())
+    backend, server = partition.backend, planned_server(partition, args)
+    log = Path(args.run_dir.log(args.attempt, args.partition, args.node, args.name))
+    one = wanted(config, plan, partition, args)
+    build = functools.partial(launch, backend, config)
+    if server.parts == 1:
+        return await _serve(ServerProcess(one, build, log=log), args, stop)
+    notices = Notices(args.daemon, one.token, server)
     try:
-        starting = asyncio.create_task(server.start())
-        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            return 0
-        url = starting.result()
-        await asyncio.to_thread(arguments.register, args, url)
-        print(f"{backend} serves {config.actor.path} at {url}", flush=True)
-        assert server.process is not None
-        ended = asyncio.create_task(server.process.wait())
-        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if server.part == 0:
+            head = ServerProcess(one, build, log=log, announce=notices.announce)
+            return await _serve(head, args, stop, notices)
+        patience = config.rollout.setup_timeout
+        return await follow(notices, args.name, one.seat, build, log=log, patience=patience, stop=stop.wait())
+    finally:
+        await notices.close()
+
+
+async def _serve(
+    server: ServerProcess, args: arguments.RoleArguments, stop: asyncio.Event, notices: Notices | None = None
+) -> int:
+    stopping = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(server.start())
+    broken = [asyncio.create_task(notices.until_broken())] if notices is not None else []
+    try:
+        await asyncio.wait([starting, stopping, *broken], return_when=asyncio.FIRST_COMPLETED)
+        ending: list[asyncio.Task[int]] = []
+        if starting.done():
+            url = starting.result()
+            await asyncio.to_thread(arguments.register, args, url)
+            print(f"serves at {url}", flush=True)
+            assert server.process is not None
+            ending = [asyncio.create_task(server.process.wait())]
+            await asyncio.wait([*ending, stopping, *broken], return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             return 0
-        print(f"{backend} ended with status {ended.result()}", file=sys.stderr, flush=True)
+        if broken and broken[0].done():
+            part = broken[0].result()
+            print(
+                f"BrokenError: part {part.part} ({part.name}) is {part.state}: {part.why}", file=sys.stderr, flush=True
+            )
+            return status_of(part)
+        print(f"the server ended with status {ending[0].result()}", file=sys.stderr, flush=True)
         return 1
     except NotReadyError as error:
-        print(f"NotReadyError: {backend} {error}", file=sys.stderr, flush=True)
+        print(f"NotReadyError: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        for task in (starting, stopping, *broken):
+            task.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await server.stop()
 
 

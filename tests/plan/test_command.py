@@ -38,7 +38,12 @@ def test_the_recipe_is_printed(cache: str) -> None:
 def test_json_is_the_plan(cache: str) -> None:
     said = json.loads(launch("plan", CONFIG, "allocation_mode=sglang:d2t2+d4", cache, "--json").stdout)
     assert [each["backend"] for each in said["partitions"]] == ["sglang", "archon"]
-    assert said["partitions"][0]["nodes"][0]["servers"][1] == {"name": "server-1", "gpus": [2, 3]}
+    assert said["partitions"][0]["nodes"][0]["servers"][1] == {
+        "name": "server-1",
+        "gpus": [2, 3],
+        "part": 0,
+        "parts": 1,
+    }
 
 
 def test_a_problem_stands_at_the_line_or_override_that_wrote_it(cache: str) -> None:

@@ -1,4 +1,4 @@
-"""Who gets which GPU: nothing twice, servers and tensor groups within a node, partitions sharing a node."""
+"""Who gets which GPU: nothing twice, servers and tensor groups within a node or whole nodes, partitions sharing one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.allocation import parse
-from launcher.planning.placement import place
+from launcher.planning.placement import place, spread_warnings
 
 
 def gpus(text: str, nodes: int, per_node: int) -> dict[str, list[tuple[int, list[int]]]]:
@@ -50,11 +50,50 @@ def test_servers_of_several_gpus_are_numbered_over_the_nodes() -> None:
     assert [(node.host, node.gpus) for node in partitions[1].nodes] == [(2, [0, 1])]
 
 
-def test_a_server_larger_than_a_node_is_refused() -> None:
-    _, problems = place(parse("sglang:t8+d8"), 4, 4, "cuda")
-    assert "a server (t × p) of 8 GPUs does not fit in a node of 4" in problems[0].message
-    assert "one over several nodes is known but not built" in problems[0].message
-    assert problems[0].pointer.splitlines()[1].index("^") == 4 + len("sglang:")
+@pytest.mark.parametrize("text", ["sglang:d2t4p2+d8", "vllm:d2t8+d8"])
+def test_a_server_larger_than_a_node_takes_whole_nodes(text: str) -> None:
+    partitions, problems = place(parse(text), 6, 4, "cuda")
+    assert not problems
+    inference, training = partitions
+    parts = [
+        (node.host, each.name, each.part, each.parts, each.gpus) for node in inference.nodes for each in node.servers
+    ]
+    assert parts == [
+        (0, "server-0", 0, 2, [0, 1, 2, 3]),
+        (1, "server-0", 1, 2, [0, 1, 2, 3]),
+        (2, "server-1", 0, 2, [0, 1, 2, 3]),
+        (3, "server-1", 1, 2, [0, 1, 2, 3]),
+    ]
+    assert [node.servers[0].process for node in inference.nodes[:2]] == ["server-0", "server-0-part-1"]
+    assert [node.index for node in inference.nodes_of("server-1")] == [2, 3]
+    assert [node.host for node in training.nodes] == [4, 5]
+
+
+def test_whole_nodes_for_a_server_are_not_those_that_are_begun() -> None:
+    partitions, problems = place(parse("d2+vllm:t4p2"), 3, 4, "cuda")
+    assert not problems and [node.host for node in partitions[1].nodes] == [1, 2]
+    _, problems = place(parse("d4t3+vllm:t4p2"), 5, 4, "cuda")
+    assert "inference wants 2 nodes of 4 GPUs (d1p2t4), 1 of 5 remains after archon:d4t3" in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("sglang:t6+d8", "over several it takes whole ones, so t × p must be a multiple of 4"),
+        ("vllm:t3p4+d8", "over several of them t=3 must divide 4 or be a multiple of it"),
+        ("embedded:t8+d8", "embedded has no server over several nodes; vllm and sglang have"),
+    ],
+)
+def test_a_server_that_cannot_be_cut_into_nodes_is_refused(text: str, why: str) -> None:
+    _, problems = place(parse(text), 8, 4, "cuda")
+    assert "a server (t × p) of" in problems[0].message and why in problems[0].message and problems[0].layout
+    assert problems[0].pointer.splitlines()[1].index("^") == 4 + text.index(":") + 1
+
+
+def test_a_tensor_group_that_leaves_its_node_is_said() -> None:
+    assert spread_warnings(parse("vllm:t4p2+d4"), 4) == []
+    (line,) = spread_warnings(parse("vllm:d2t8+d4"), 4)
+    assert line.startswith("vllm:d2t8: t=8 crosses nodes of 4 GPUs") and "t4p2 keeps t within a node" in line
 
 
 def test_on_a_cpu_there_is_one_node_without_gpus() -> None:
@@ -83,8 +122,11 @@ def test_whatever_is_placed_is_whole_and_apart(d: int, t: int, td: int, tt: int,
     inference, training = partitions
     assert len({len(node.gpus) for node in inference.nodes}) == len({len(node.gpus) for node in training.nodes}) == 1
     servers = [server for node in inference.nodes for server in node.servers]
-    assert [server.name for server in servers] == [f"server-{k}" for k in range(d)]
-    assert all(len(server.gpus) == t for server in servers)
+    parts = max(1, t // per_node)
+    assert [(server.name, server.part) for server in servers] == [
+        (f"server-{k}", part) for k in range(d) for part in range(parts)
+    ]
+    assert all(len(server.gpus) * parts == t and server.parts == parts for server in servers)
     ranks = [rank for node in training.nodes for rank in node.ranks]
     assert [rank.rank for rank in ranks] == list(range(td * tt))
     for node in training.nodes:

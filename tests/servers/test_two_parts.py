@@ -13,7 +13,7 @@ from core.inference.belongings import segments, unlink
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Seat, launch
 from core.inference.ports import take_block
-from core.inference.process import environment
+from core.inference.child import environment
 from core.inference.sglang import SGLangClient
 from launcher.servers.environment import python_of
 from tests.servers.conftest import available, configuration
