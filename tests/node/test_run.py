@@ -192,6 +192,20 @@ def test_a_daemon_that_is_stopped_is_noticed(fake_run: Make, partition: str) -> 
     assert not run.local.exists()
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_run_whose_directory_goes_away_ends(fake_run: Make, tmp_path: Path, attached: bool) -> None:
+    run = fake_run(behaviour={"rank-0": "serve", "rank-1": "serve"})
+    launcher = run.launch(*([] if attached else ["submit"]))
+    run.await_started(ALL)
+    run.run_dir.root.rename(tmp_path / "elsewhere")
+    if attached:
+        code, said = finished(launcher, 60)
+        assert code == 1
+        assert f"run directory: {run.run_dir.root} is gone" in said and "Traceback" not in said
+    until(lambda: not run.survivors(), 60, "no process left")
+    assert not run.local.exists() and not run.run_dir.root.exists()
+
+
 def test_two_runs_started_in_the_same_second_both_finish(fake_run: Make) -> None:
     runs = [fake_run("a"), fake_run("b")]
     launchers = [run.launch() for run in runs]
@@ -246,10 +260,10 @@ def test_a_service_that_dies_is_started_again(fake_run: Make) -> None:
     until(lambda: run.daemon().get("/registry")["services"].keys() == {"data", "trainer"}, 90)
     assert "=== start 2" in run.run_dir.log(1, "training", 0, "data").read_text()
     # its guard killed: the grandchild it left in a session of its own goes too, and another data service starts
-    left = grandchildren(run)
+    left = until(lambda: len(now := grandchildren(run)) == 3 and now, 60, "one each of data, rank-0 and rank-1")
     os.kill(run.daemon().get("/status")["children"]["data"]["pid"], signal.SIGKILL)
     until(lambda: len([each for each in run.started() if each["name"] == "data"]) == 3, 90)
-    until(lambda: len(grandchildren(run)) == len(left) and grandchildren(run) != left, 60)
+    until(lambda: len(now := grandchildren(run)) == 3 and now != left, 60, "the new data service's in place of the old")
     run.daemon().post("/stop", {})
     finished(launcher)
 
