@@ -21,6 +21,7 @@ from rich.live import Live
 
 from launcher.launch import Launch
 from launcher.live import LiveView
+from launcher.node.log_tail import tail
 from launcher.node.specs import lead_node
 from launcher.node.state import Phase, RunError, State, heartbeat_file, read_rendezvous, read_state, write_state
 from launcher.run_dir import RunDir
@@ -121,16 +122,19 @@ class Attendance:
 
     def _closed_state(self) -> State:
         """The state the run ended with. A lead daemon that was killed could not write it: then we do."""
-        state = read_state(self.launch.run_dir)
-        assert state is not None
-        if state.phase.final and (self._lost is None or self.signals):
+        run_dir = self.launch.run_dir
+        state = read_state(run_dir)
+        if state is not None and state.phase.final and (self._lost is None or self.signals):
             return state
+        state = state or State(Phase.FAILED, self.launch.attempt)
         error = state.error or self._lost or _daemon_error(self.launch, self.placement.exits())
         phase = Phase.CANCELLED if self.signals else Phase.FAILED
-        return write_state(
-            self.launch.run_dir,
-            dataclasses.replace(state, phase=phase, error=error),
-        )
+        ended = dataclasses.replace(state, phase=phase, error=error)
+        try:
+            return write_state(run_dir, ended)
+        except OSError as wrong:
+            said = RunError("run directory", run_dir.unwritable(run_dir.state, wrong), for_good=True)
+            return dataclasses.replace(ended, error=said)
 
 
 class Silence:
@@ -146,7 +150,10 @@ class Silence:
 
     def too_long(self) -> bool:
         found = read_rendezvous(self._launch.run_dir, self._launch.attempt)
-        beat = heartbeat_file(self._launch.run_dir).stat().st_mtime_ns
+        try:
+            beat = heartbeat_file(self._launch.run_dir).stat().st_mtime_ns
+        except OSError:  # the daemon sees that too, and ends
+            return False
         self._looks = self._looks + 1 if found is not None and beat == self._beat else 0
         self._beat = beat
         return self._looks * LOOK_SECS > self._launch.daemon_secs
@@ -166,12 +173,8 @@ def _daemon_error(launch: Launch, exits: object) -> RunError | None:
             partition, _, index = node.rpartition("-")
             log = launch.run_dir.log(launch.attempt, partition, int(index), "daemon")
             how = f"was ended by {signal.Signals(code - 128).name}" if code > 128 else f"ended with status {code}"
-            return RunError(f"daemon of {node}", how, "\n".join(_tail(log.read_text(errors="replace"))), str(log))
+            return RunError(f"daemon of {node}", how, "\n".join(tail(log)), str(log))
     return None
-
-
-def _tail(text: str) -> list[str]:
-    return text.splitlines()[-20:]
 
 
 def _print_lines(view: LiveView) -> None:

@@ -12,11 +12,13 @@ import fcntl
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from core.config import Config, UserError, load
 from core.telemetry.files import write_atomic
 from launcher.fixed import differences, fixed_values
 from launcher.liveness import look
+from launcher.node.local_dir import local_root
 from launcher.node.specs import ROLES
 from launcher.node.state import Phase, State, beat, processes_lock, read_state, write_state
 from launcher.plan import Plan, settle
@@ -56,8 +58,8 @@ class Launch:
 
 def begin(config: Config, plan: Plan) -> Launch:
     """Attempt 1 in a new run directory."""
-    _require_devices(config, plan)
     run_dir = run_dir_of(config.cluster.fileroot, config.experiment_name, config.trial_name)
+    _require_devices(config, plan, run_dir)
     with _only_one(run_dir):
         _refuse_existing(run_dir)
         run_dir.create()
@@ -68,7 +70,7 @@ def begin_again(run_dir: RunDir, overrides: Sequence[str]) -> Launch:
     """The next attempt of a run that is not alive, with overrides laid over its own configuration."""
     before = Plan.from_json(run_dir.plan.read_text())
     config, planned = settle_again(run_dir, before, overrides)
-    _require_devices(config, planned)
+    _require_devices(config, planned, run_dir)
     with _only_one(run_dir):
         found = look(run_dir)
         name = run_dir.root
@@ -106,10 +108,19 @@ def settle_again(run_dir: RunDir, before: Plan, overrides: Sequence[str]) -> tup
     return config, dataclasses.replace(planned, swaps=[*before.swaps, *planned.swaps])
 
 
-def _require_devices(config: Config, planned: Plan) -> None:
+def _require_devices(config: Config, planned: Plan, run_dir: RunDir) -> None:
     """On a cluster the nodes are looked at when they are there (launcher.slurm.preflight)."""
-    if config.scheduler.type != "slurm":
-        require_gpus(planned)
+    if config.scheduler.type == "slurm":
+        return
+    require_gpus(planned)
+    local = local_root(config.paths.local, planned.run_id, run_dir)
+    try:
+        local.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        text = f"{local} cannot be made: {error.strerror}; name a directory of this machine that you may write"
+        raise RunDirError(f"paths.local: {text}") from error
+    with contextlib.suppress(OSError):  # each daemon makes it again
+        local.rmdir()
 
 
 PLACE_KEYS = ("cluster.fileroot", "experiment_name", "trial_name")
@@ -125,7 +136,10 @@ def _only_one(run_dir: RunDir) -> Iterator[None]:
         raise RunDirError(f"cluster.fileroot: {run_dir.root} cannot be written: {error.strerror}") from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except OSError as error:
+            raise RunDirError(run_dir.unwritable(Path(error.filename or run_dir.root), error)) from error
 
 
 def _refuse_existing(run_dir: RunDir) -> None:

@@ -5,12 +5,16 @@ Owns the names below a run directory and its creation; it reads and writes no fi
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from core.config.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_BYTES = 1 << 20
 
 
 class RunDirError(UserError):
@@ -50,10 +54,29 @@ class RunDir:
     tb = _Below("tb")
 
     def log(self, attempt: int, partition: str, node: int, process: str) -> Path:
-        """The one log file of a process of an attempt; its directory is there afterwards."""
+        """The one log file of a process of an attempt; its directory is there afterwards, if the run's own is."""
         path = self.logs / str(attempt) / f"{partition}-{node}" / f"{process}.log"
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.root.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
+
+    def ailment(self) -> str:
+        """What is wrong with the directory itself, during a run; empty where nothing is."""
+        if not self.config.exists():
+            return f"files of {self.root} were removed during the run"
+        try:
+            found = os.statvfs(self.root)
+        except OSError:
+            return ""
+        full = found.f_bavail * found.f_frsize < FULL_BYTES
+        return f"{self.root} lies on a file system without free space: free some" if full else ""
+
+    def unwritable(self, path: Path, error: OSError) -> str:
+        """What a person reads when a file of the run cannot be written."""
+        if not self.root.is_dir():
+            return f"{self.root} is gone: it was removed during the run, or its storage is not there any more"
+        full = error.errno in FULL
+        return f"{path} cannot be written: {error.strerror}" + ("; free some space there" if full else "")
 
     def user_code(self) -> Path:
         """Where the user's own modules are: as they were at submission (slurm.snapshot_code), else where he works."""

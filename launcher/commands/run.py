@@ -17,7 +17,7 @@ from launcher.liveness import look
 from launcher.node.state import Phase, State
 from launcher.plan import PlanError, settle
 from launcher.planning.printing import problems_text
-from launcher.run_dir import RunDir
+from launcher.run_dir import RunDir, RunDirError
 from launcher.schedulers.local import LocalScheduler
 from launcher.schedulers.slurm import Sent, SlurmScheduler
 from launcher.slurm.queue import WATCH
@@ -67,7 +67,8 @@ def wait_for(run_dir: RunDir, *, quiet: bool) -> State:
     WATCH.poll_secs = load(run_dir.config, []).slurm.poll_secs
     while True:
         found = look(run_dir)
-        assert found.state is not None
+        if found.state is None:
+            raise RunDirError(f"{run_dir.root} is gone; its job may run on: scancel it by its id")
         for line in [] if quiet else view.new_lines():
             print(line, flush=True)
         if not found.alive:

@@ -7,6 +7,7 @@ A lost store, a signal, POST /stop or the run's ending in the registry all lead 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import platform
@@ -94,8 +95,9 @@ class Daemon:
         self.end(Ending(Phase.FAILED, RunError(f"daemon of {self.context.name}", message, log=str(log))))
 
     def say(self, text: str) -> None:
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} daemon of {self.context.name}: {text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a log on a full disk
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} daemon of {self.context.name}: {text}\n")
+            sys.stderr.flush()
 
     # --- from start to end
 
@@ -110,6 +112,8 @@ class Daemon:
             self.context = dataclasses.replace(self.context, daemon=url)
             await self._start(url)
             await self._ended.wait()
+        except OSError as error:  # a directory that cannot be made: it says itself which and why
+            self.fail(str(error))
         except Exception as error:
             self.fail(f"{type(error).__name__}: {error}")
             raise

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from core.rpc.client import AsyncClient
@@ -16,13 +17,15 @@ from core.rpc.errors import RpcError
 from core.telemetry.metrics import read_metrics
 from launcher.node.book import SERVICES, Book, Ending, node_names
 from launcher.node.specs import NodeContext, lead_node
-from launcher.node.state import BEAT_SECS, Phase, RunError, State, beat, write_state
+from launcher.node.state import BEAT_SECS, Phase, RunError, State, beat, heartbeat_file, write_state
 from launcher.node.watchdog import Watchdog, report
 
 POLL_SECS = 1.0
 QUIET_SECS = 4.0
 """A beat older than this has its daemon asked; a refused connection means it is dead."""
 STATE_SECS = 10.0
+UNWRITTEN_SECS = 5.0
+"""For so long the run directory may take no writing before the run ends."""
 
 
 class Lead:
@@ -64,22 +67,51 @@ class Lead:
         self._began = time.monotonic()
         self._clients: dict[str, AsyncClient] = {}
         self._written = 0.0
+        self._unwritten: dict[Path, float] = {}
         self._probing: set[str] = set()
         self._probes: set[asyncio.Task[None]] = set()
 
     # --- the record
 
     def record(self, **changes: Any) -> None:
-        """Changes of the state are written at once, its time stamp every few seconds."""
+        """Changes of the state are written at once, its time stamp every few seconds. It never raises OSError."""
         changed = dataclasses.replace(self.state, **changes)
+        if changed.error is not None:
+            changed = dataclasses.replace(changed, error=self._explained(changed.error))
         if changed != self.state or time.monotonic() - self._written > STATE_SECS:
-            self._written = time.monotonic()
-            self.state = write_state(self.context.run_dir, changed)
+            self._written, self.state = time.monotonic(), changed
+            try:
+                self.state = write_state(self.context.run_dir, changed)
+            except OSError as error:
+                self._written = 0.0
+                self._not_written(self.context.run_dir.state, error)
+            else:
+                self._unwritten.pop(self.context.run_dir.state, None)
 
     async def keep_beating(self) -> None:
+        file = heartbeat_file(self.context.run_dir)
         while True:
-            beat(self.context.run_dir)
+            try:
+                beat(self.context.run_dir)
+            except OSError as error:
+                self._not_written(file, error)
+            else:
+                self._unwritten.pop(file, None)
             await asyncio.sleep(BEAT_SECS)
+
+    def _explained(self, error: RunError) -> RunError:
+        """Of a full disk a process dies without a word: its log cannot be written either."""
+        hint = self.context.run_dir.ailment()
+        if not hint or error.for_good:
+            return error
+        return dataclasses.replace(error, message=f"{error.message}; {hint}", for_good=True)
+
+    def _not_written(self, path: Path, error: OSError) -> None:
+        """Storage may be away for a moment; then the run ends, for nobody could go on from it."""
+        since = self._unwritten.setdefault(path, time.monotonic())
+        if time.monotonic() - since >= UNWRITTEN_SECS:
+            text = self.context.run_dir.unwritable(path, error)
+            self._end(Ending(Phase.FAILED, RunError("run directory", text, for_good=True)))
 
     # --- the services
 

@@ -7,6 +7,7 @@ moves; where it does not, nobody else will write. Locally the launcher does this
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 from launcher.node.book import Ending
@@ -22,10 +23,11 @@ async def write_for_the_lead(context: NodeContext, ending: Ending) -> None:
     if not context.on_cluster:
         return
     beats = heartbeat_file(context.run_dir)
-    before = beats.stat().st_mtime_ns
-    await asyncio.sleep(STILL_SECS)
-    state = read_state(context.run_dir)
-    if state is None or state.attempt != context.attempt or state.phase.final:
-        return
-    if beats.stat().st_mtime_ns == before:
-        write_state(context.run_dir, dataclasses.replace(state, phase=ending.phase, error=ending.error))
+    with contextlib.suppress(OSError):  # the run directory is gone or full: nothing can be written for anybody
+        before = beats.stat().st_mtime_ns
+        await asyncio.sleep(STILL_SECS)
+        state = read_state(context.run_dir)
+        if state is None or state.attempt != context.attempt or state.phase.final:
+            return
+        if beats.stat().st_mtime_ns == before:
+            write_state(context.run_dir, dataclasses.replace(state, phase=ending.phase, error=ending.error))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.telemetry.files import write_atomic
-from launcher.run_dir import RunDir
+from launcher.run_dir import FULL, RunDir
 
 BEAT_SECS = 1.0
 
@@ -90,8 +90,26 @@ def beat(run_dir: RunDir) -> None:
 
 def write_state(run_dir: RunDir, state: State) -> State:
     stamped = dataclasses.replace(state, updated=time.time())
-    write_atomic(run_dir.state, json.dumps(dataclasses.asdict(stamped), indent=1) + "\n")
+    text = json.dumps(dataclasses.asdict(stamped), indent=1) + "\n"
+    try:
+        write_atomic(run_dir.state, text)
+    except OSError as error:
+        # how it ended is worth the risk of a torn file
+        if error.errno not in FULL or not stamped.phase.final or not _overwrite(run_dir.state, text.encode()):
+            raise
     return stamped
+
+
+def _overwrite(path: Path, data: bytes) -> bool:
+    """On a full disk: within the room that the file has already. False where that does not do."""
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        found = os.fstat(handle)
+        return len(data) <= found.st_blocks * 512 and os.pwrite(handle, data.ljust(found.st_size), 0) >= len(data)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def read_state(run_dir: RunDir) -> State | None:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from core.config import load
 from launcher.commands.status import status_text
+from launcher.emulate import tiny_checkpoint
 from launcher.launch import AliveError, RunExistsError, begin, begin_again
 from launcher.liveness import Liveness, look
 from launcher.node.specs import REPOSITORY
@@ -28,7 +30,7 @@ TRAINING_ALONE = {"servers": 0, "behaviour": {"rank-0": "serve", "rank-1": "serv
 def launcher(*words: object, seconds: float = 90) -> tuple[int, str]:
     command = [sys.executable, "-P", "-m", "launcher", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, cwd=REPOSITORY)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -173,6 +175,23 @@ def test_a_run_directory_is_never_started_twice(fake_run: Make) -> None:
 def finished(process: subprocess.Popen[str], seconds: float = 100) -> tuple[int, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out + err
+
+
+def test_a_disk_that_takes_nothing_more_is_said_before_anything_starts(cache: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-P", "-m", "launcher", "run", "--emulate", "configs/smoke.yaml"]
+    words += [f"actor.path={tiny_checkpoint(cache)}", f"cluster.fileroot={tmp_path}", f"paths.cache={cache}"]
+    words += [f"train_dataset.path={cache / 'rows'}", "valid_dataset=null"]
+    done = subprocess.run(  # a limit of no bytes for any file stands for the disk
+        ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *words],
+        capture_output=True, text=True, timeout=90, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{tmp_path / 'smoke' / 'trial0'}" in done.stderr and "File too large" in done.stderr
+    no_local = subprocess.run(
+        [*words, "paths.local=/proc/none"], capture_output=True, text=True, timeout=90, cwd=REPOSITORY
+    )
+    assert no_local.returncode == 2 and "Traceback" not in no_local.stderr
+    assert "paths.local: /proc/none/smoke-trial0" in no_local.stderr and "cannot be made" in no_local.stderr
 
 
 def test_resume_is_a_new_attempt_of_the_same_run(fake_run: Make) -> None:

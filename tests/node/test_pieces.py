@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.node import book as entries
+from launcher.node import state
 from launcher.node.book import Book, Ending, RanksReport, ServerEntry
 from launcher.node.children import MOVES, ChildState, Exit
 from launcher.node.local_dir import local_root
@@ -174,6 +176,38 @@ def test_state_round_trip(tmp_path: Path) -> None:
     written = write_state(run_dir, state)
     assert read_state(run_dir) == written
     assert written.updated > 0 and run_dir.state.stat().st_mode & 0o777 == 0o600
+
+
+def test_on_a_full_disk_the_end_is_written_into_the_room_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run_dir = RunDir(tmp_path)
+    before = write_state(run_dir, State(Phase.RUNNING, 1, error=RunError("rank-0", "m", "t" * 200)))
+    monkeypatch.setattr(state, "write_atomic", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_state(run_dir, State(Phase.RUNNING, 2))
+    assert read_state(run_dir) == before
+    ended = write_state(run_dir, State(Phase.FAILED, 2))
+    assert read_state(run_dir) == ended and ended.attempt == 2
+    with pytest.raises(OSError, match="No space left"):
+        write_state(run_dir, State(Phase.FAILED, 3, error=RunError("rank-0", "m", "t" * (1 << 20))))
+    assert read_state(run_dir) == ended
+
+
+def test_what_is_said_of_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    run_dir, full = RunDir(tmp_path / "run"), OSError(errno.ENOSPC, "No space left on device")
+    assert run_dir.unwritable(run_dir.state, full) == (
+        f"{run_dir.root} is gone: it was removed during the run, or its storage is not there any more"
+    )
+    run_dir.create()
+    assert run_dir.ailment() == f"files of {run_dir.root} were removed during the run"
+    run_dir.config.touch()
+    assert run_dir.ailment() == ""
+    said = run_dir.unwritable(run_dir.state, full)
+    assert said == f"{run_dir.state} cannot be written: No space left on device; free some space there"
 
 
 def test_the_watchdog_sees_movement_in_counters_only() -> None:
