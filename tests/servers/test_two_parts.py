@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from core.inference.belongings import segments, unlink
+from core.inference.child import environment
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Seat, launch
 from core.inference.ports import take_block
-from core.inference.child import environment
 from core.inference.sglang import SGLangClient
 from launcher.servers.environment import python_of
 from tests.servers.conftest import available, configuration
