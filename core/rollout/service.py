@@ -7,7 +7,7 @@ from typing import Any
 
 from core.inference.client import ServerLostError, ServerRefusedError
 from core.rl.trajectory import Sample, encode_samples
-from core.rollout.collector import Batch
+from core.rollout.batches import Batch
 from core.rollout.evaluation import EvaluationRequest
 from core.rollout.journal import JournalError
 from core.rollout.probe import NotServedError

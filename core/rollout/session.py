@@ -118,7 +118,7 @@ class Session:
                 self.updates.run(),
                 self.collector.admit(),
                 self.collector.form(),
-                self.collector.measure(),
+                self.collector.waiting.measure(),
                 self._watch_servers(),
             ):
                 self._tasks.append(asyncio.create_task(self._supervised(work)))

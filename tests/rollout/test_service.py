@@ -13,7 +13,8 @@ import pytest
 from core.config.generation import Generation
 from core.rl.trajectory import decode_samples
 from core.rollout.admission import Limits
-from core.rollout.collector import Batch, Collector
+from core.rollout.batches import Batch
+from core.rollout.collector import Collector
 from core.rpc.errors import RpcError
 from core.telemetry.files import read_lines
 from tests.rollout.stub_run import Run, stub_run
@@ -310,7 +311,7 @@ def test_the_last_batch_is_given_out_though_its_waiting_timed_out_as_it_came() -
         last = Batch([], {})
         async with collector._news:
             asked = asyncio.create_task(collector.batch(1, 0.01))
-            collector._remember(1, last)
+            collector._batches.remember(1, last)
             collector.formed, collector.ended = 1, True
             await asyncio.wait([asked], timeout=5)
         assert await asked is last
