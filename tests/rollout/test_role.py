@@ -18,6 +18,7 @@ from launcher.roles.tiny.checkpoint import TinyModel, write_checkpoint
 from launcher.run_dir import RunDir
 from tests.rollout.stub_run import CONFIG, StubDaemon, StubData
 from tests.rollout.stub_server import StubServer
+from tests.support.rows import stand_in_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # the stub's servers and rows know these ids as placeholders and stop, whatever the checkpoint says
@@ -35,6 +36,7 @@ def run_dir_in(root: Path) -> RunDir:
     write_checkpoint(root, TinyModel())
     run_dir = RunDir(root / "run")
     run_dir.create()
+    stand_in_rows(root)
     text = CONFIG.format(root=root)
     run_dir.config.write_text(text)
     config = load(run_dir.config, [])
