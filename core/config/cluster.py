@@ -45,6 +45,8 @@ class Paths(Section):
     local: str | None = None  # node-local scratch; null = /dev/shm/<run id>, else the temporary directory
     vllm_python: str | None = None
     sglang_python: str | None = None
+    vllm_container: str | None = None  # an Apptainer image, path or URI, for the servers alone
+    sglang_container: str | None = None
 
 
 class WeightSync(Section):

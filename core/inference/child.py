@@ -17,6 +17,7 @@ from core.inference.belongings import ServerDirectory, segments, unlink
 from core.inference.commands import Launch
 
 _END_SECS = 12.0
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 
@@ -77,5 +78,4 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
     """This process's, without what would lead another Python to our packages, with the server's on top."""
     kept = {key: value for key, value in os.environ.items() if key not in _DROPPED}
     # it is below TMPDIR otherwise, which is the server's own and goes with it
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")}
-    return compiled | kept | dict(own)
+    return {COMPILED: str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")} | kept | dict(own)

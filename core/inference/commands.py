@@ -40,6 +40,8 @@ class Seat:
     head_port: int = 0
     socket: str | None = None
     """A unix socket to listen on instead of the port, where the server can."""
+    directory: str = ""
+    """Of this start alone: its TMPDIR."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,13 @@ class ServerProcess:
         child = self._child = ServerChild(self._log)
         start = secrets.token_hex(8)
         socket = str(child.directory / "http.sock") if wanted.backend == "vllm" else None
-        seat = replace(wanted.seat, port=block.first, served_name=f"policy-{start}", socket=socket)
+        seat = replace(
+            wanted.seat,
+            port=block.first,
+            served_name=f"policy-{start}",
+            socket=socket,
+            directory=str(child.directory),
+        )
         if self._announce is not None:
             seat = replace(seat, head=seat.host, head_port=block.first + MEETING)
             await self._announce(Meeting(start, seat.head, seat.head_port))

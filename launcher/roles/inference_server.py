@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.config import Config, load
 from core.data.hub import resolve
-from core.inference.commands import Seat, launch
+from core.inference.child import COMPILED, environment
+from core.inference.commands import Launch, Seat, launch
+from core.inference.container import Container, NoContainerError, directories_of, inside, program
 from core.inference.process import NotReadyError, ServerProcess, Wanted
 from launcher.node.agreed import agreed
+from launcher.node.specs import CANNOT_GO_ON
 from launcher.planning.layout import Partition, Plan, Server
 from launcher.roles import arguments
-from launcher.roles.server_parts import Notices, follow, status_of
-from launcher.servers.environment import python_of
+from launcher.roles.server_parts import BrokenError, Notices, follow
+from launcher.servers.environment import container_of, python_of
 
 
 def wanted(config: Config, plan: Plan, partition: Partition, args: arguments.RoleArguments) -> Wanted:
@@ -65,7 +70,11 @@ async def serve(config: Config, plan: Plan, args: arguments.RoleArguments) -> in
     backend, server = partition.backend, planned_server(partition, args)
     log = Path(args.run_dir.log(args.attempt, args.partition, args.node, args.name))
     one = wanted(config, plan, partition, args)
-    build = functools.partial(launch, backend, config)
+    try:
+        build = builder(config, plan, backend, one, args)
+    except NoContainerError as error:
+        print(f"NoContainerError: {error}", file=sys.stderr, flush=True)
+        return CANNOT_GO_ON
     if server.parts == 1:
         return await _serve(ServerProcess(one, build, log=log), args, stop)
     notices = Notices(args.daemon, one.token, server)
@@ -75,8 +84,25 @@ async def serve(config: Config, plan: Plan, args: arguments.RoleArguments) -> in
             return await _serve(head, args, stop, notices)
         patience = config.rollout.setup_timeout
         return await follow(notices, args.name, one.seat, build, log=log, patience=patience, stop=stop.wait())
+    except BrokenError as error:
+        traceback.print_exc()  # the last in the log, after what the server says as it ends: it is the reason
+        return error.status
     finally:
         await notices.close()
+
+
+def builder(
+    config: Config, plan: Plan, backend: str, one: Wanted, args: arguments.RoleArguments
+) -> Callable[[Seat], Launch]:
+    """What gives the command of a seat; in the server's container where it has one."""
+    image = container_of(backend, config)
+    if image is None:
+        return functools.partial(launch, backend, config)
+    compiled = environment({})[COMPILED]
+    Path(compiled).mkdir(parents=True, exist_ok=True)
+    seen = (*directories_of(Path(one.seat.model)), str(args.local.parent), compiled)
+    container = Container(image, program(shutil.which, image), plan.device == "cuda", seen)
+    return lambda seat: inside(launch(backend, config, seat), container, seat.directory)
 
 
 async def _serve(
@@ -98,11 +124,7 @@ async def _serve(
         if stopping.done():
             return 0
         if broken and broken[0].done():
-            part = broken[0].result()
-            print(
-                f"BrokenError: part {part.part} ({part.name}) is {part.state}: {part.why}", file=sys.stderr, flush=True
-            )
-            return status_of(part)
+            raise BrokenError(broken[0].result())
         print(f"the server ended with status {ending[0].result()}", file=sys.stderr, flush=True)
         return 1
     except NotReadyError as error:

@@ -24,6 +24,15 @@ from launcher.planning.layout import Server
 POLL_SECS = 0.25
 
 
+class BrokenError(Exception):
+    """A part has ended or was given up, so the head of its server ends, too."""
+
+    def __init__(self, part: PartReport) -> None:
+        super().__init__(f"part {part.part} of {part.server} ({part.name}) is {part.state}: {part.why}")
+        # one that was given up comes back with no other start
+        self.status = CANNOT_GO_ON if part.state == "out" else 1
+
+
 class Notices:
     """What the registry says of one server over several nodes, and what this process says there of its part."""
 
@@ -61,11 +70,6 @@ class Notices:
             if found is not None:
                 return found
             await asyncio.sleep(POLL_SECS)
-
-
-def status_of(part: PartReport) -> int:
-    """The head's, when it ends because of a part: a part that was given up comes back with no other start."""
-    return CANNOT_GO_ON if part.state == "out" else 1
 
 
 async def follow(
@@ -141,9 +145,15 @@ class _Part:
         await self._notices.report(meeting.start, "up")  # before: what dies from here on is seen
         self.joined = meeting.start
         print(f"takes part in start {meeting.start}, met at {meeting.host}:{meeting.port}", flush=True)
-        name = f"policy-{meeting.start}"
-        seat = replace(self._seat, port=self._block.first, served_name=name, head=meeting.host, head_port=meeting.port)
         self._child = ServerChild(self._log)
+        seat = replace(
+            self._seat,
+            port=self._block.first,
+            served_name=f"policy-{meeting.start}",
+            directory=str(self._child.directory),
+            head=meeting.host,
+            head_port=meeting.port,
+        )
         await self._child.start(self._build(seat))
 
     async def _leave(self) -> None:

@@ -1,4 +1,5 @@
-"""Which Python a server is started with: the configured one, else the environment made for it, else ours.
+"""Which Python a server is started with: the configured one, else that of its container, else the environment made
+for it, else ours.
 
 Looks only; launcher.servers.install makes environments.
 """
@@ -24,8 +25,20 @@ def installed(backend: str, device: str, cache: Path) -> Path | None:
     return directory / "bin" / "python" if (directory / MADE).exists() else None
 
 
+def container_of(backend: str, config: Config) -> str | None:
+    """The image, as a URI or a path from the root."""
+    image = {"vllm": config.paths.vllm_container, "sglang": config.paths.sglang_container}.get(backend)
+    return str(Path(image).expanduser().absolute()) if image and is_path(image) else image
+
+
+def is_path(image: str) -> bool:
+    return "://" not in image
+
+
 def python_of(backend: str, config: Config, device: str) -> str:
     chosen = {"vllm": config.paths.vllm_python, "sglang": config.paths.sglang_python}.get(backend)
+    if container_of(backend, config):
+        return chosen or "python3"  # as it is called inside
     if chosen:
         return str(Path(chosen).expanduser().absolute())
     found = installed(backend, device, Path(config.paths.cache).expanduser())

@@ -67,7 +67,8 @@ def test_the_real_parser_takes_every_shape(parse: Parse, backend: str) -> None:
     for device in ("cpu", "cuda"):
         for tensor, pipeline, nodes in SHAPES:
             for rank in range(nodes):
-                place = seat(device=device, tensor=tensor, pipeline=pipeline, nodes=nodes, node_rank=rank)
+                where = {"host": "10.0.0.2", "head": "10.0.0.1", "head_port": 12001}
+                place = seat(device=device, tensor=tensor, pipeline=pipeline, nodes=nodes, node_rank=rank, **where)
                 lines.append(after_program(launch(backend, recipe(), place)))
                 names.append((device, tensor, pipeline, nodes, rank))
     odd = (
@@ -142,6 +143,20 @@ def test_a_command_names_its_place_and_no_secret(backend: str) -> None:
     assert words[words.index("--served-model-name") + 1] == "policy-1"
     assert not [word for word in words if "api-key" in word or word == "token"]
     assert made.env["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("backend", REAL)
+def test_parts_meet_at_the_head_and_face_each_other_on_their_own_interface(backend: str) -> None:
+    place = {"nodes": 2, "tensor": 16, "head": "10.0.0.1", "head_port": 12001}
+    lines = [launch(backend, recipe(), seat(node_rank=n, host=f"10.0.0.{n + 1}", **place)) for n in (0, 1)]
+    name = {"vllm": "VLLM_HOST_IP", "sglang": "SGLANG_HOST_IP"}[backend]
+    assert [line.env[name] for line in lines] == ["10.0.0.1", "10.0.0.2"]
+    for rank, line in enumerate(lines):
+        said = " ".join(line.argv)
+        assert f"--nnodes 2 --node-rank {rank}" in said
+        meeting = {"vllm": "--master-addr 10.0.0.1 --master-port 12001", "sglang": "--dist-init-addr 10.0.0.1:12001"}
+        assert meeting[backend] in said and "--host 127.0.0.1" in said  # HTTP is never on the interface
+        assert ("--headless" in said) == (backend == "vllm" and rank == 1)
 
 
 @pytest.mark.parametrize("backend", REAL)

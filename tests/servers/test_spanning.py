@@ -129,7 +129,7 @@ def test_parts_load_one_path_and_start_again_together(
                 run.kill(name, role=what == "role")
                 server = await run.until_serving(v2, 90, but=before)
                 assert (await ask(server, [5, 6], 4)).versions == [2] * 4
-            assert "BrokenError: part 1 (server-0-part-1) is down" in run.said()
+            assert "BrokenError: part 1 of server-0 (server-0-part-1) is down" in run.said()
         assert not run.local.exists() and not processes_naming(str(run.run_dir.root))
 
     asyncio.run(asyncio.wait_for(scenario(), 280))
@@ -137,12 +137,12 @@ def test_parts_load_one_path_and_start_again_together(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not available("sglang"), reason="no environment of SGLang on this machine")
+@pytest.mark.parametrize("backend", [each for each in ("sglang", "vllm") if available(each)])
 def test_a_real_server_in_two_parts_loads_both_and_comes_back(
-    tmp_path: Path, model: Path, versions: dict[str, Path]
+    backend: str, tmp_path: Path, model: Path, versions: dict[str, Path]
 ) -> None:
     async def scenario() -> None:
-        async with spanning(config_of(tmp_path, model), "sglang", 400) as run:
+        async with spanning(config_of(tmp_path, model), backend, 400) as run:
             for number, secs in ((1, 60), (2, 60)):
                 name = run.publish(number, tensors(versions[f"v{number:06d}-r0"]), model)
                 answers(await ask(await run.until_serving(name, secs), [5, 6, 7, 8], 8), versions[name], number)

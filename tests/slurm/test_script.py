@@ -33,6 +33,7 @@ CASES = {
     "recipe_one_node": ("cluster.n_nodes=1",),
     "recipe_two_nodes": ("cluster.n_nodes=2", "allocation_mode=vllm:d8p1t1+d8p1t1"),
     "large": ("cluster.n_nodes=12", "allocation_mode=sglang:d16t2+archon:d8t4c2"),
+    "servers_over_nodes": ("cluster.n_nodes=5", "allocation_mode=sglang:d2t16+archon:d8"),
     "partial_nodes": ("cluster.n_nodes=1", "allocation_mode=vllm:d2+d2"),
     "apptainer": ("cluster.n_nodes=2", "allocation_mode=vllm:d8+d8", *CONTAINER),
     "every_option": ("cluster.n_nodes=2", "allocation_mode=vllm:d8+d8", *SITE),
@@ -60,6 +61,8 @@ def test_what_a_script_says_is_what_was_asked(recipe: Callable[..., Config]) -> 
     assert "--nodes=4\n" in inference and "--nodes=8\n" in training  # 16·2/8 and 8·4·2/8
     assert "--cpus-per-task=64" in inference and "--cpus-per-task=32" in training  # 8 GPUs × scheduling_spec's 8 and 4
     assert "--nodes=8 --ntasks=8 --ntasks-per-node=1 --cpus-per-task=32" in training
+    inference, training = text_of(recipe(*CASES["servers_over_nodes"])).split("#SBATCH hetjob")
+    assert "--nodes=4\n" in inference and "--nodes=1\n" in training  # 2·16/8 whole nodes
     partial = text_of(recipe(*CASES["partial_nodes"]))
     assert "#SBATCH --gres=gpu:4\n" in partial and partial.count("--gres=gpu:2 --mem=64G") == 2
 
