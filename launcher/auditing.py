@@ -18,10 +18,12 @@ from core.config import Config, load
 from core.rl.trajectory import TrajectoryError, decode_samples
 from core.telemetry.files import read_lines
 from core.telemetry.metrics import read_metrics
+from launcher.damaged import checked_lines
 from launcher.run_dir import RunDir
 
 Line = dict[str, Any]
 Place = tuple[int, int]
+INDEX_NUMBERS = ("batch", "epoch", "position", "started_version", "version_min", "version_max")
 _SHOWN = 5
 
 
@@ -42,9 +44,9 @@ def audit(run_dir: RunDir) -> Audit:
     config = load(run_dir.config, [])
     found = Audit()
     if config.type == "rl":
-        starts = read_lines(run_dir.index.with_name("starts.jsonl"))
-        lines = surviving(read_lines(run_dir.index), starts)
-        void = read_lines(run_dir.void)
+        starts = checked_lines(run_dir.index.with_name("starts.jsonl"), ("index_lines", "behind"))
+        lines = surviving(checked_lines(run_dir.index, INDEX_NUMBERS), starts)
+        void = checked_lines(run_dir.void, ("epoch", "position"))
         found.batches, found.groups = max((line["batch"] for line in lines), default=0), len(lines)
         found.void, found.starts = len(void), len(starts)
         found.staleness_max = max((line["batch"] - 1 - line["started_version"] for line in lines), default=0)
@@ -150,7 +152,7 @@ def judge_kept(run_dir: RunDir, lines: Sequence[Line], n_samples: int) -> Iterat
     """The batches that are still there hold what the index says of them."""
     ids: dict[int, list[str]] = {}
     for line in lines:
-        ids.setdefault(line["batch"], []).append(line["group_id"])
+        ids.setdefault(line["batch"], []).append(str(line.get("group_id")))
     for path in sorted(run_dir.batches.glob("[0-9]*.safetensors")):
         try:
             samples, _ = decode_samples(path.read_bytes())
@@ -174,9 +176,9 @@ def judge_steps(run_dir: RunDir, batches: int | None) -> Iterator[str]:
     steps = [record["step"] for record in (metrics.steps or metrics.sft)]
     if steps != list(range(1, len(steps) + 1)):
         yield f"metrics.jsonl does not have steps 1 to {len(steps)}, but {_some(steps)}"
-    twice = [step for step, count in Counter(record["step"] for record in records).items() if count > 1]
+    twice = [step for step, count in Counter(record.get("step") for record in records).items() if count > 1]
     if twice:
-        yield f"steps {_some(sorted(twice))} are recorded more than once"
+        yield f"steps {_some(sorted(twice, key=str))} are recorded more than once"
     if batches is not None and steps and steps[-1] > batches:
         yield f"step {steps[-1]} was trained, but only {batches} batches were logged"
 

@@ -20,7 +20,7 @@ from launcher.fixed import differences, fixed_values
 from launcher.liveness import look
 from launcher.node.local_dir import local_root
 from launcher.node.specs import ROLES
-from launcher.node.state import Phase, State, beat, processes_lock, read_state, write_state
+from launcher.node.state import Phase, State, beat, processes_lock, read_plan, read_state, write_state
 from launcher.plan import Plan, settle
 from launcher.planning.devices import require_gpus
 from launcher.run_dir import RunDir, RunDirError, run_dir_of
@@ -68,7 +68,7 @@ def begin(config: Config, plan: Plan) -> Launch:
 
 def begin_again(run_dir: RunDir, overrides: Sequence[str]) -> Launch:
     """The next attempt of a run that is not alive, with overrides laid over its own configuration."""
-    before = Plan.from_json(run_dir.plan.read_text())
+    before = read_plan(run_dir)
     config, planned = settle_again(run_dir, before, overrides)
     _require_devices(config, planned, run_dir)
     with _only_one(run_dir):

@@ -97,7 +97,11 @@ def _parsed(line: bytes) -> Record | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    # what nobody of ours wrote is left out, as a torn line is
+    whole = isinstance(record.get("time", 0.0), int | float) and not isinstance(record.get("secs"), list | str)
+    return record if whole else None
 
 
 def read_metrics(path: Path) -> Metrics:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from launcher.commands.status import verdict
+from launcher.damaged import DamagedError
 from launcher.find_run import ROOTS
 from launcher.liveness import look
 from launcher.node.state import read_state
@@ -37,7 +39,11 @@ def find_all(roots: list[Path]) -> list[RunDir]:
 
 
 def row(run_dir: RunDir) -> dict[str, Any]:
-    state = read_state(run_dir)
+    try:
+        state = read_state(run_dir)
+    except DamagedError as error:
+        print(error, file=sys.stderr)
+        return {"run": str(run_dir.root), "verdict": "damaged", "step": 0, "attempt": 0, "updated": "", "jobs": []}
     assert state is not None
     found = look(run_dir) if not state.phase.final else None
     return {

@@ -13,8 +13,7 @@ from launcher.find_run import find_run
 from launcher.live import duration, number
 from launcher.liveness import Liveness, look
 from launcher.node.log_tail import TRACEBACK, last_error, tail
-from launcher.node.state import Phase, RunError, State
-from launcher.planning.layout import Plan
+from launcher.node.state import Phase, RunError, State, read_plan
 from launcher.run_dir import RunDir
 from launcher.slurm.queue import JobView
 from launcher.slurm.states import Fate
@@ -110,7 +109,7 @@ def status_text(run_dir: RunDir, found: Liveness, now: float) -> str:
 def job_lines(run_dir: RunDir, found: Liveness) -> list[str]:
     """Components, their nodes, why they wait; then what matters of a running one in a line."""
     lines = []
-    names = [partition.name for partition in Plan.from_json(run_dir.plan.read_text()).partitions] if found.jobs else []
+    names = [partition.name for partition in read_plan(run_dir).partitions] if found.jobs else []
     for job, view in (found.jobs or {}).items():
         for index, seen in enumerate(view.components):
             name = names[index] if len(view.components) == len(names) and len(names) > 1 else "job"

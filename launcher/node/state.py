@@ -13,10 +13,11 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from core.telemetry.files import write_atomic
-from launcher.run_dir import FULL, RunDir
+from launcher.damaged import read_object, refusing
+from launcher.planning.layout import Plan
+from launcher.run_dir import FULL, RunDir, RunDirError
 
 BEAT_SECS = 1.0
 
@@ -113,12 +114,13 @@ def _overwrite(path: Path, data: bytes) -> bool:
 
 
 def read_state(run_dir: RunDir) -> State | None:
-    found = _read(run_dir.state)
+    found = read_object(run_dir.state)
     if found is None:
         return None
-    error = found.get("error")
-    fields = {each.name: found[each.name] for each in dataclasses.fields(State) if each.name in found}
-    return State(**{**fields, "phase": Phase(found["phase"]), "error": RunError(**error) if error else None})
+    with refusing(run_dir.state, found, ("attempt", "generation", "step", "launched", "updated")):
+        error = found.get("error")
+        fields = {each.name: found[each.name] for each in dataclasses.fields(State) if each.name in found}
+        return State(**{**fields, "phase": Phase(found["phase"]), "error": RunError(**error) if error else None})
 
 
 def write_rendezvous(run_dir: RunDir, rendezvous: Rendezvous) -> None:
@@ -127,14 +129,17 @@ def write_rendezvous(run_dir: RunDir, rendezvous: Rendezvous) -> None:
 
 def read_rendezvous(run_dir: RunDir, attempt: int | None = None) -> Rendezvous | None:
     """The rendezvous of this attempt (any attempt when None); one of an earlier attempt is as good as none."""
-    found = _read(run_dir.rendezvous)
+    found = read_object(run_dir.rendezvous)
     if found is None or (attempt is not None and found.get("attempt") != attempt):
         return None
-    return Rendezvous(**found)
+    with refusing(run_dir.rendezvous, found, ("pid", "started")):
+        return Rendezvous(**found)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+def read_plan(run_dir: RunDir) -> Plan:
+    """Of a run that was started."""
+    found = read_object(run_dir.plan)
+    if found is None:
+        raise RunDirError(f"{run_dir.plan} is missing: this run cannot go on; start another one")
+    with refusing(run_dir.plan, found):
+        return Plan.from_json(json.dumps(found))
