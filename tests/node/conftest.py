@@ -103,6 +103,7 @@ def fake_run(tmp_path: Path, cache: Path) -> Iterator[Callable[..., FakeRun]]:
         name: str = "t", *, overrides: tuple[str, ...] = (), behaviour: dict[str, str] | None = None, **plan: Any
     ) -> FakeRun:
         place: tuple[str, ...] = (f"cluster.fileroot={tmp_path}", f"trial_name={name}", "recover.mode=disabled")
+        place += ("reward=exact_match",)  # the one of smoke.yaml is found from this repository only
         place += (f"paths.cache={cache}", f"actor.path={tiny_checkpoint(cache)}")
         rows = cache / "rows"
         place += (f"train_dataset.path={rows}", f"valid_dataset.path={rows}")

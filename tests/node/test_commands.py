@@ -211,7 +211,7 @@ def test_resume_is_a_new_attempt_of_the_same_run(fake_run: Make) -> None:
     code, said = finished(run.launch("resume"))
     assert code == 2 and "is done" in said and "total_train_steps=" in said
     said = launcher("status", run.run_dir.root)[1]
-    assert f"go on with: python -m launcher resume {run.run_dir.root} total_train_steps={2 * state.step}\n" in said
+    assert f"go on with: python -m launcher resume {run.run_dir.root} total_train_steps={2 * max(1, state.step)}\n" in said
     code, said = finished(run.launch("resume", "trial_name=other"))
     assert code == 2 and "would be another run" in said
     code, said = finished(run.launch("resume", "actor.optimiser.lr=1"))
