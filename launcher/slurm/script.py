@@ -30,7 +30,8 @@ VERDICT_SECS = 240
 """After another component broke off: until then the lead has seen it (45 s; in preflight 180 s), torn down and written
 why."""
 ORPHAN_SECS = 10
-"""After a daemon said that the lead is gone: its step may not end before Slurm has noticed, too."""
+"""After a daemon said that the lead is gone (its step may not end before Slurm has noticed, too), and after a step that
+never started a daemon: nobody will write a verdict of it."""
 
 
 def script_of(config: Config, plan: Plan, run_dir: RunDir) -> tuple[Job, str]:
@@ -199,15 +200,15 @@ while [ "$left" -gt 0 ] && {{ [ "$deadline" = 0 ] || [ "$SECONDS" -lt "$deadline
   read -r -t 5 name code <&9 || continue
   left=$((left - 1)) status+=("$name=$code")
   if [ "$name" = {job.main} ]; then deadline=$((SECONDS + {LINGER_SECS}))
-  elif [ "$code" = {orphan.STATUS} ]; then deadline=$((SECONDS + {ORPHAN_SECS}))
+  elif [ "$code" = {orphan.STATUS} ] || [ ! -e "$run/logs/$attempt/$name-0/daemon.log" ]; then deadline=$((SECONDS + {ORPHAN_SECS}))
   elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + {VERDICT_SECS})); fi
 done
 {helper} -P -m launcher.slurm.batch finish "$run" "$attempt" "${{status[@]}}"
 code=$?
 # one requeue for the whole job, unless Slurm is ending it; then wait to be killed: an early exit would end the job
 if [ "$code" = {AGAIN_STATUS} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T | head -n 1)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID" && echo "job $SLURM_JOB_ID is requeued" >&2 && sleep 120
   # an srun that still waits for a lost node would, some seconds on, end the step of the same number of the next attempt
   pkill -KILL --session 0 -x srun
-  scontrol requeue "$SLURM_JOB_ID" && echo "job $SLURM_JOB_ID is requeued" >&2 && sleep 120
 fi
 exit "$code\""""
