@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from tests.slurm_cluster.conftest import Run
+from tests.support.runs import processes_of
 from tests.support.slurm_cluster.cluster import until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 Start = Callable[..., Run]
 LONG = ("total_train_steps=400", "total_train_epochs=200")
 
@@ -67,10 +68,13 @@ def test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_does_withou
         assert noticed <= 45, noticed
         if node != "inference-0":
             until(lambda: job.requeues(leader) == 1, 90, "the job asks for one requeue")
+            until(lambda: processes_of(job.root) == [], 30, "the attempt is over, its sruns too")
         job.cluster.notice_lost_node(index)
         job.await_attempt(2)
         before = len(job.steps)
-        job.await_step(before + 1)
+        # 22.05 may have lost the GPUs of a component whose node went down after the requeue ("_step_get_gres_cnt: node
+        # offset invalid"): its step is refused once, and one attempt more is needed
+        job.await_step(before + 1, 180)
     finally:
         job.cluster.start_node(index)
     job.launcher("cancel", str(job.root)).expect()
