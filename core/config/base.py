@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+MOST = 2**63 - 1
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?")
 
 
@@ -57,7 +58,9 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise ValueError("a number is wanted, not true or false")
         if isinstance(value, str) and kinds & {int, float} and str not in kinds:
-            return number(value)
+            value = number(value)
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ValueError("a number of at most 64 bits is wanted")
         return value
 
 

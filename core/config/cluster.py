@@ -20,8 +20,8 @@ class Cluster(Section):
     name_resolve: NameResolve = NameResolve()
     cluster_name: str = "local"
     fileroot: str = "/tmp/areal/"
-    n_nodes: Annotated[int, Field(ge=1)] = 32
-    n_gpus_per_node: Annotated[int, Field(ge=1)] = 8
+    n_nodes: Annotated[int, Field(ge=1, le=65_536)] = 32
+    n_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
     gpu_memory_gib: Annotated[float, Field(gt=0)] = 80.0  # ours
 
 
@@ -52,7 +52,7 @@ class Paths(Section):
 class WeightSync(Section):
     """Ours: how a published version reaches the servers."""
 
-    keep: Annotated[int, Field(ge=1)] = 2
+    keep: Annotated[int, Field(ge=1, le=100_000)] = 2
     visible_secs: Annotated[float, Field(ge=0)] = 90.0
     verify: Literal["full", "sizes"] = "full"
     mode: Literal["rolling", "together"] = "together"

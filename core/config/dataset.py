@@ -61,10 +61,10 @@ class Dataset(Section):
     path: str
     type: Literal["rl", "sft"] = "rl"
     split: str | None = None
-    batch_size: Annotated[int, Field(ge=1)] = 1
+    batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     shuffle: bool = True
     pin_memory: bool = False
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[int, Field(ge=0, le=4096)] = 0
     drop_last: bool = True
     max_length: Annotated[int, Field(ge=1)] | None = None
     dataset_kwargs: Annotated[DatasetKwargs, _filled(DATASET_KWARGS)] = Field(default={}, validate_default=True)

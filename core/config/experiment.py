@@ -35,7 +35,7 @@ class Config(Section):
     experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     type: Literal["rl", "sft"] = "rl"  # ours
-    seed: int = 1
+    seed: Annotated[int, Field(ge=0)] = 1
     allocation_mode: str = ""
     enable_offload: Annotated[bool, NotBuilt()] = False
     total_train_epochs: Annotated[int, Field(ge=1)] = 1

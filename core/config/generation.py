@@ -8,7 +8,7 @@ from core.config.base import Foreign, NotBuilt, Section
 
 
 class Generation(Section):
-    n_samples: Annotated[int, Field(ge=1)] = 1
+    n_samples: Annotated[int, Field(ge=1, le=65_536)] = 1
     max_new_tokens: Annotated[int, Field(ge=1)] = 16384
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     max_tokens: Annotated[int, Field(ge=1)] = 32768

@@ -1,5 +1,6 @@
 """`${other.key}` in the written values, resolved by OmegaConf over the file and the defaults of the schema."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,14 @@ from pydantic_core import PydanticUndefined
 from core.config.base import Section
 from core.config.reading import Document, Path, dotted, unwrap
 
+_NAMED = re.compile(r"\$\{([\w.]+)\}")
 
-def resolve(document: Document, tree: dict[str, Any], schema: type[Section], filled: set[Path]) -> set[Path]:
-    """Replaces every interpolation in `tree`; returns the paths that could not be, with a problem for each.
+
+def resolve(
+    document: Document, tree: dict[str, Any], schema: type[Section], filled: set[Path]
+) -> tuple[set[Path], dict[Path, list[Path]]]:
+    """Replaces every interpolation in `tree`; returns the paths that could not be, with a problem for each, and for
+    every interpolated path the paths that it names.
 
     Of a `filled` path nothing is said: its value was written elsewhere, where the problem is named.
     """
@@ -26,8 +32,10 @@ def resolve(document: Document, tree: dict[str, Any], schema: type[Section], fil
             document.problems.append(f"{document.where(path)}: {dotted(path)}: cannot be resolved: {reason}")
 
     wanted: list[Path] = []
+    sources: dict[Path, list[Path]] = {}
     for path, text in list(leaves(tree)):
         if isinstance(text, str) and "${" in text:
+            sources[path] = [tuple(named.split(".")) for named in _NAMED.findall(text)]
             try:
                 OmegaConf.create({"text": text})
             except GrammarParseError as error:
@@ -43,7 +51,7 @@ def resolve(document: Document, tree: dict[str, Any], schema: type[Section], fil
             fail(path, error)
     for path, value in resolved:
         put(tree, path, value)
-    return failed
+    return failed, sources
 
 
 def _value(node: Any, path: Path) -> Any:

@@ -15,7 +15,7 @@ from core.config.foreign import drop_foreign
 from core.config.interpolation import resolve
 from core.config.messages import explain
 from core.config.overrides import apply_override
-from core.config.reading import Document, dotted, read_document
+from core.config.reading import Document, dotted, read_document, read_text
 
 
 def to_stderr(line: str) -> None:
@@ -28,7 +28,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, on_warning: Callable[[str
     Raises ConfigError with one line for each problem: file:line (or the override), dotted key, what is allowed.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([f"{path}: cannot be read: {reason}"]) from error
@@ -45,33 +45,44 @@ def load_text(
     if broken:
         raise ConfigError(document.problems)
     tree, filled = follow(document.tree)
-    failed = resolve(document, tree, Config, filled)
+    failed, sources = resolve(document, tree, Config, filled)
     drop_foreign(document, tree, Config, on_warning)
-    config, wrong = _validate(document, tree, failed, filled)
+    config, wrong = _validate(document, tree, failed, filled, sources)
     if config is not None:
         for at, said in check(config):
-            if not any(at[: len(bad)] == bad or bad[: len(at)] == at for bad in wrong):
+            if not any(_overlap(at, bad) or dotted(bad) in said for bad in wrong):
                 document.problems.append(f"{document.where(at)}: {dotted(at)}: {said}")
     if document.problems or config is None:
         raise ConfigError(_in_order(document.problems))
     return config
 
 
+def _overlap(one: reading.Path, other: reading.Path) -> bool:
+    """One is the other, or holds it."""
+    return one[: len(other)] == other or other[: len(one)] == one
+
+
 def _validate(
-    document: Document, tree: dict[str, Any], failed: set[reading.Path], filled: set[reading.Path]
+    document: Document,
+    tree: dict[str, Any],
+    failed: set[reading.Path],
+    filled: set[reading.Path],
+    sources: dict[reading.Path, list[reading.Path]],
 ) -> tuple[Config | None, set[reading.Path]]:
     """The Config; where something is wrong, a Config of the rest, so that checks between keys still run.
 
-    What is wrong with a key is said once, not again at those that were filled from it.
+    What is wrong with a key is said once, not again at those that were filled from it or that name it by ${…}.
     """
     wrong = set(failed)
     for _ in range(2):
         try:
             return Config.model_validate(tree), wrong
         except ValidationError as error:
-            for details in error.errors(include_url=False):
-                at, line = explain(details, document, Config)
-                if at not in wrong and at not in filled:
+            found = [explain(details, document, Config) for details in error.errors(include_url=False)]
+            bad = wrong | {at for at, _ in found}
+            for at, line in found:
+                follows = any(_overlap(source, each) for source in sources.get(at, ()) for each in bad)
+                if at not in wrong and at not in filled and not follows:
                     document.problems.append(line)
                 wrong.add(at)
                 _remove(tree, at)

@@ -4,6 +4,7 @@ Owns what a scalar means (for a field that wants text, `1e3`, `010` and `on` sta
 spelled 2e-6) and the bounds on what a file may expand to. Knows the schema only to tell text from numbers.
 """
 
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -42,6 +43,12 @@ class Document:
             if path[:end] in self.marks:
                 return self.marks[path[:end]]
         return self.source
+
+
+def read_text(path: os.PathLike[str]) -> str:
+    """No more than what read_document refuses: a path may be a device without an end. Raises OSError or ValueError."""
+    with open(path, "rb") as file:  # noqa: PTH123 -- any path-like
+        return file.read(MAX_BYTES + 1).decode()
 
 
 def read_document(text: str, source: str, schema: type[Section]) -> Document:

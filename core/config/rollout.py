@@ -44,7 +44,7 @@ class Rollout(Section):
     # ours
     max_consecutive_failures: Annotated[int, Field(ge=1)] = 16
     reward_timeout: Annotated[float, Field(gt=0)] = 30.0
-    reward_workers: Annotated[int, Field(ge=1)] = 2
+    reward_workers: Annotated[int, Field(ge=1, le=4096)] = 2
     server_deadline: Annotated[float, Field(gt=0)] = 120.0  # no token for that long while work is queued
     parity: Literal["stop", "warn", "off"] = "stop"  # the trainer's log-probabilities of what the servers sampled
     parity_check_steps: Annotated[int, Field(ge=0)] | None = None  # besides before the first step

@@ -13,12 +13,18 @@ from core.config.base import Section
 Count = Annotated[int, Field(ge=1)]
 Words = tuple[str, ...]
 TIME = r"^(INFINITE|UNLIMITED|\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d)$"
-SIZE = r"^\d+[KMGT]?$"
+SIZE = r"^0*[1-9]\d*[KMGT]?$"
+SIZE_OR_ALL = r"^\d+[KMGT]?$"
+Word = Annotated[str, Field(pattern=r"^\S*$")]
 WANTED = {
     "time": "minutes as 90, 24:00:00 or 1-00:00:00",
     "mem_per_gpu": "a size as 64G",
     "mem_per_node": "a size as 64G, or 0 for all of the node",
 }
+WANTED |= dict.fromkeys(
+    ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "gpu_type", "licenses",
+     "mail_type", "mail_user"), "one word, without spaces",
+)  # fmt: skip
 """What a person reads of a key whose value does not match."""
 OWN = frozenset((
     "nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "output", "error", "open-mode", "job-name",
@@ -31,24 +37,24 @@ OWN = frozenset((
 class Ask(Section):
     """What can be asked for a partition. null or empty: nothing is said, the site's default holds."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
     time: Annotated[str, Field(pattern=TIME)] | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    gpu_type: str | None = None
+    constraint: Word | None = None
+    reservation: Word | None = None
+    nodelist: Word | None = None
+    exclude: Word | None = None
+    gpu_type: Word | None = None
     gpu_form: Literal["gres", "gpus-per-node", "none"] | None = None  # how GPUs are asked for [gres]
     cpus_per_gpu: Count | None = None
     cpus_per_node: Count | None = None
     mem_per_gpu: Annotated[str, Field(pattern=SIZE)] | None = None
-    mem_per_node: Annotated[str, Field(pattern=SIZE)] | None = None  # 0: all of the node
+    mem_per_node: Annotated[str, Field(pattern=SIZE_OR_ALL)] | None = None  # 0: all of the node
     exclusive: bool | None = None
-    licenses: str | None = None
-    mail_type: str | None = None
-    mail_user: str | None = None
+    licenses: Word | None = None
+    mail_type: Word | None = None
+    mail_user: Word | None = None
     comment: str | None = None
     modules: Words | None = None  # `module load` of each, in order
     setup: Words | None = None  # shell lines before the first process

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from core.config import Config, load
 from core.config.overrides import apply_override
-from core.config.reading import read_document
+from core.config.reading import read_document, read_text
 from launcher.emulate import emulate
 from launcher.plan import PlanError, Problem, plan
 from launcher.planning.printing import plan_text, problems_text
@@ -55,7 +55,7 @@ def print_script(config: Config, *, emulated: bool) -> int:
 
 def places(path: Path, overrides: Sequence[str]) -> Callable[[str], str]:
     """From a dotted key to the file:line, or the override, that wrote it."""
-    document = read_document(path.read_text(encoding="utf-8"), str(path), Config)
+    document = read_document(read_text(path), str(path), Config)
     for override in overrides:
         apply_override(document, override, Config)
     return lambda key: document.where(tuple(key.split(".")))

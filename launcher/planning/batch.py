@@ -9,6 +9,7 @@ from launcher.planning.known import Known
 from launcher.planning.layout import BatchPlan
 from launcher.planning.problem import Problem
 
+MOST_SAMPLES = 1 << 24
 # question and chat template of a row that prepare has not measured
 _TEXT_TOKENS = 256
 
@@ -42,6 +43,9 @@ def samples_of(config: Config) -> int:
 
 def batch_problems(config: Config, data_ranks: int) -> list[Problem]:
     samples = samples_of(config)
+    if samples > MOST_SAMPLES:
+        text = f"{samples:,} samples a step: at most {MOST_SAMPLES:,}"
+        return [Problem("train_dataset.batch_size", text)]
     minibatches = config.actor.ppo_n_minibatches if config.type == "rl" else 1
     if samples % (minibatches * data_ranks) == 0:
         return []

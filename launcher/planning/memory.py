@@ -136,6 +136,7 @@ def memory_problems(memory: list[Memory]) -> list[Problem]:
                     "cluster.gpu_memory_gib",
                     f"each {each.partition} GPU would hold {each.total:.1f} GiB ({shown}) of {each.limit:.1f}",
                     layout=True,
+                    place="allocation_mode",
                 )
             )
     return problems

@@ -16,7 +16,7 @@ def plan_text(plan: Plan) -> str:
 
 def problems_text(error: PlanError, where: Callable[[str], str]) -> str:
     """Every problem with the file:line (or override) at which its key was written."""
-    lines = [f"{where(problem.key)}: {problem}" for problem in error.problems]
+    lines = [f"{where(problem.place or problem.key)}: {problem}" for problem in error.problems]
     if error.fits:
         lines.append("  fits: " + ", or ".join(error.fits))
     return "\n".join(lines)

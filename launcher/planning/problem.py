@@ -10,12 +10,16 @@ from core.config.errors import UserError
 
 @dataclass(frozen=True)
 class Problem:
-    """`layout`: another allocation, cluster or batch size would cure it, so layouts that fit are looked for."""
+    """`layout`: another allocation, cluster or batch size would cure it, so layouts that fit are looked for.
+
+    `place`: the key at whose line it is shown, where that is not `key` (which may not be written anywhere).
+    """
 
     key: str
     message: str
     pointer: str = ""
     layout: bool = False
+    place: str = ""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" + (f"\n{self.pointer}" if self.pointer else "")

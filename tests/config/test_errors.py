@@ -1,8 +1,11 @@
 """What a person reads when a configuration is wrong: every problem at once, each with place, key and cure."""
 
 import re
+from pathlib import Path
 
 import pytest
+
+from core.config import ConfigError, load
 
 
 def test_every_problem_is_reported_at_once_with_its_line(problems) -> None:
@@ -49,6 +52,13 @@ def test_every_problem_is_reported_at_once_with_its_line(problems) -> None:
         ("slurm.training.time=24h", "wants minutes as 90, 24:00:00 or 1-00:00:00; found '24h'"),
         ("slurm.mem_per_node=lots", "wants a size as 64G, or 0 for all of the node; found 'lots'"),
         ("slurm.mem_per_gpu=lots", "wants a size as 64G; found 'lots'"),
+        ("slurm.mem_per_gpu=0", "slurm.mem_per_gpu: wants a size as 64G; found '0'"),
+        ("slurm.partition=g pu", "slurm.partition: wants one word, without spaces; found 'g pu'"),
+        ("seed=18446744073709551616", "seed: a number of at most 64 bits is wanted; found 18446744073709551616"),
+        ("total_train_steps=1e30", "total_train_steps: "),
+        ("seed=-1", "seed: wants at least 0; found -1"),
+        ("gconfig.n_samples=1000000000", "gconfig.n_samples: wants at most 65536; found 1000000000"),
+        ("cluster.n_nodes=1000000000", "cluster.n_nodes: wants at most 65536"),
         ("actor.mb_spec.max_tokens_per_mb=0", "wants at least 1; found 0"),
         ("train_dataset.dataset_kwargs.max_pixel=4", "did you mean train_dataset.dataset_kwargs.max_pixels?"),
         ("train_dataset.dataset_kwargs.max_pixels=big", "wants a whole number; found 'big'"),
@@ -90,6 +100,22 @@ def test_aliases_are_bounded(problems) -> None:
 
 def test_deep_nesting_is_refused(problems) -> None:
     assert problems("reward_kwargs: " + "[" * 5000 + "]" * 5000 + "\n")
+
+
+def test_only_the_cause_is_named_where_other_keys_take_its_value(problems) -> None:
+    found = problems(
+        "rollout:\n  consumer_batch_size: ${train_dataset.batch_size}\ngconfig:\n  n_samples: 4.5\n",
+        ["actor.reward_norm={std_level: group, group_size: '${gconfig.n_samples}'}", "train_dataset.batch_size=-3"],
+    )
+    assert found == [
+        "mine.yaml:11: gconfig.n_samples: wants a whole number; found 4.5",
+        "override 'train_dataset.batch_size=-3': train_dataset.batch_size: wants at least 1; found -3",
+    ]
+
+
+def test_a_file_without_an_end_is_refused_after_what_a_configuration_may_have() -> None:
+    with pytest.raises(ConfigError, match=r"^/dev/zero: larger than 4 MiB, which no configuration is$"):
+        load(Path("/dev/zero"))
 
 
 def test_missing_required_keys_are_all_named(problems) -> None:

@@ -55,6 +55,13 @@ def test_a_problem_stands_at_the_line_or_override_that_wrote_it(cache: str) -> N
     assert "  fits: vllm:d4+archon:d4" in done.stderr
 
 
+def test_too_much_memory_stands_at_the_layout_and_not_at_the_first_line(cache: str) -> None:
+    done = launch("plan", CONFIG, cache, "gconfig.max_new_tokens=30000", "vllm.max_model_len=32768")
+    line = 1 + next(n for n, text in enumerate(RECIPE.read_text().splitlines()) if text.startswith("allocation_mode:"))
+    assert done.returncode == 2
+    assert f"{CONFIG}:{line}: cluster.gpu_memory_gib: each training GPU would hold" in done.stderr
+
+
 def test_a_dataset_that_is_not_there_stands_at_its_line(cache: str, tmp_path: Path) -> None:
     text = RECIPE.read_text().replace("path: hiyouga/geometry3k", "path: /nowhere", 1)
     (tmp_path / "config.yaml").write_text(text)
