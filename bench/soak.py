@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from launcher.run_dir import RunDir
-from tests.support.runs import await_gone, command, environment, launcher, log_tails
+from tests.support.runs import await_gone, launcher, log_tails
 
 SAMPLE_SECS = 2.0
 KILL_SECS = (20.0, 60.0)
@@ -155,7 +154,7 @@ def start(root: Path) -> Path:
         "allocation_mode=embedded:d2+d1",
         "train_dataset.dataset_kwargs.max_rows=400",  # an epoch is 100 steps: caches of rows and pictures fill at once
     ]  # fmt: skip
-    subprocess.run(command(*words), env=environment(), check=True, timeout=120, capture_output=True)
+    launcher(*words, timeout=120).expect()
     run = root / "runs" / "soak" / trial
     return run
 
