@@ -17,7 +17,7 @@ from typing import Any
 
 from core.data.image_worker import frame
 from core.data.images import MAX_SOURCE_BYTES, ImageError
-from core.data.prompts import PictureFacts
+from core.rl.trajectory import ImageRef
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -38,9 +38,7 @@ class ImagePool:
         self._all: set[asyncio.subprocess.Process] = set()
         self._slots = asyncio.Semaphore(workers)
 
-    async def process(
-        self, source: object, *, min_pixels: int, max_pixels: int, root: Path
-    ) -> tuple[PictureFacts, bytes]:
+    async def process(self, source: object, *, min_pixels: int, max_pixels: int, root: Path) -> tuple[ImageRef, bytes]:
         """Facts and PNG of a picture at its final size. Raises ImageError, also for one that hangs or kills a child."""
         request = _request(source, min_pixels, max_pixels, root)
         async with self._slots:
@@ -55,7 +53,7 @@ class ImagePool:
         self.processed += 1
         if "error" in header:
             raise ImageError(header["error"])
-        facts = PictureFacts(
+        facts = ImageRef(
             hash=header["hash"],
             original=tuple(header["original"]),
             resized=tuple(header["resized"]),

@@ -20,9 +20,10 @@ from core.data.image_pool import ImagePool
 from core.data.image_store import ImageStore
 from core.data.images import ImageError
 from core.data.order import Order
-from core.data.prompts import PictureFacts, Recipe, RowError
+from core.data.prompts import Recipe, RowError
 from core.data.rows import Rows, RowsError
 from core.data.tokenizer import Tokenizer
+from core.rl.trajectory import ImageRef
 
 CACHED_ROWS = 16_384
 Prepared = dict[str, Any]
@@ -117,7 +118,7 @@ class Preparation:
             raise RowError("unreadable", str(error)) from error
         return found.columns
 
-    async def _pictures(self, recipe: Recipe, rows: Rows, sources: Sequence[object]) -> list[PictureFacts]:
+    async def _pictures(self, recipe: Recipe, rows: Rows, sources: Sequence[object]) -> list[ImageRef]:
         found = []
         limits = {"min_pixels": recipe.min_pixels, "max_pixels": recipe.max_pixels}
         for number, source in enumerate(sources):

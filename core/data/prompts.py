@@ -1,6 +1,6 @@
 """A dataset row as a prompt: ids for the server, ids for the trainer, and what is wrong with a bad row.
 
-Owns the meaning of columns and the counting of placeholders. Pictures come in as facts (PictureFacts), processed
+Owns the meaning of columns and the counting of placeholders. Pictures come in as facts (ImageRef), processed
 elsewhere; nothing here touches pixels or files.
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from core.data.images import Grid, image_tokens
+from core.data.images import image_tokens
 from core.data.order import Place
 from core.data.tokenizer import Tokenizer
+from core.rl.trajectory import ImageRef
 
 IMAGE_TAG = "<image>"
 NEEDED_COLUMNS = ("problem", "answer")
@@ -29,24 +30,6 @@ class RowError(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class PictureFacts:
-    """What a prompt says about one of its pictures."""
-
-    hash: str
-    original: tuple[int, int]
-    resized: tuple[int, int]
-    grid_thw: Grid
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "hash": self.hash,
-            "original": list(self.original),
-            "resized": list(self.resized),
-            "grid_thw": list(self.grid_thw),
-        }
 
 
 @dataclass(frozen=True)
@@ -104,7 +87,7 @@ def answer(columns: Mapping[str, Any]) -> str:
 
 
 def build(
-    columns: Mapping[str, Any], pictures: Sequence[PictureFacts], tokenizer: Tokenizer, recipe: Recipe
+    columns: Mapping[str, Any], pictures: Sequence[ImageRef], tokenizer: Tokenizer, recipe: Recipe
 ) -> dict[str, Any]:
     """The part of a prompt that does not depend on where it stands in an epoch. Raises RowError."""
     reply = answer(columns)
@@ -131,7 +114,7 @@ def completion(reply: str, tokenizer: Tokenizer) -> list[int]:
     return [*tokenizer.encode(reply), tokenizer.end_of_turn]
 
 
-def expanded(input_ids: Sequence[int], pictures: Sequence[PictureFacts], tokenizer: Tokenizer) -> list[int]:
+def expanded(input_ids: Sequence[int], pictures: Sequence[ImageRef], tokenizer: Tokenizer) -> list[int]:
     """The ids with each picture's placeholder repeated once for each of its tokens.
 
     Raises RowError when the text itself contains a placeholder.

@@ -200,7 +200,8 @@ while [ "$left" -gt 0 ] && {{ [ "$deadline" = 0 ] || [ "$SECONDS" -lt "$deadline
   read -r -t 5 name code <&9 || continue
   left=$((left - 1)) status+=("$name=$code")
   if [ "$name" = {job.main} ]; then deadline=$((SECONDS + {LINGER_SECS}))
-  elif [ "$code" = {orphan.STATUS} ] || [ ! -e "$run/logs/$attempt/$name-0/daemon.log" ]; then deadline=$((SECONDS + {ORPHAN_SECS}))
+  elif [ "$code" = {orphan.STATUS} ] || [ ! -e "$run/logs/$attempt/$name-0/daemon.log" ]; then
+    deadline=$((SECONDS + {ORPHAN_SECS}))
   elif [ "$code" != 0 ] && [ "$deadline" = 0 ]; then deadline=$((SECONDS + {VERDICT_SECS})); fi
 done
 {helper} -P -m launcher.slurm.batch finish "$run" "$attempt" "${{status[@]}}"

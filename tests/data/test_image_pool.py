@@ -17,7 +17,7 @@ import pytest
 
 from core.data.image_pool import ImagePool
 from core.data.images import ImageError, decode_png, load_image
-from core.data.prompts import PictureFacts
+from core.rl.trajectory import ImageRef
 from tests.data.conftest import picture
 
 LIMITS: dict[str, Any] = {"min_pixels": 3136, "max_pixels": 1003520}
@@ -36,7 +36,7 @@ def in_pool(work: Callable[[ImagePool], Awaitable[None]], *, workers: int = 1, d
     asyncio.run(main())
 
 
-async def process(pool: ImagePool, source: object, root: Path = Path("/")) -> tuple[PictureFacts, bytes]:
+async def process(pool: ImagePool, source: object, root: Path = Path("/")) -> tuple[ImageRef, bytes]:
     return await pool.process(source, root=root, **LIMITS)
 
 
@@ -48,7 +48,7 @@ def test_a_child_gives_what_the_same_call_gives_here(tmp_path: Path) -> None:
     async def work(pool: ImagePool) -> None:
         for source in (body, {"bytes": body, "path": "x"}, {"bytes": None, "path": "a.png"}, str(tmp_path / "a.png")):
             facts, png = await process(pool, source, tmp_path)
-            assert facts == PictureFacts(here.hash, (333, 200), here.resized, here.grid_thw)
+            assert facts == ImageRef(here.hash, (333, 200), here.resized, here.grid_thw)
             assert (decode_png(png) == here.pixels).all()
         assert len(pool.pids()) == 1
         assert pool.processed == 4

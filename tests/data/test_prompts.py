@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from core.data.order import Place
 from core.data.prompts import (
-    PictureFacts,
     Recipe,
     RowError,
     answer,
@@ -25,10 +24,11 @@ from core.data.prompts import (
     question,
 )
 from core.data.tokenizer import Tokenizer
+from core.rl.trajectory import ImageRef
 
 RECIPE = Recipe(min_pixels=3136, max_pixels=1003520)
-WIDE = PictureFacts(hash="a" * 32, original=(50, 90), resized=(56, 84), grid_thw=(1, 4, 6))
-SQUARE = PictureFacts(hash="b" * 32, original=(50, 50), resized=(56, 56), grid_thw=(1, 4, 4))
+WIDE = ImageRef(hash="a" * 32, original=(50, 90), resized=(56, 84), grid_thw=(1, 4, 6))
+SQUARE = ImageRef(hash="b" * 32, original=(50, 50), resized=(56, 56), grid_thw=(1, 4, 4))
 
 
 def row(problem: str | None = "<image>Find x.", **columns: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_sft_teaches_the_answer_and_the_end_of_the_turn(tokenizer: Tokenizer) ->
     ],
 )
 def test_a_bad_row_says_what_is_wrong(
-    tokenizer: Tokenizer, columns: dict[str, Any], pictures: list[PictureFacts], kind: str, reason: str
+    tokenizer: Tokenizer, columns: dict[str, Any], pictures: list[ImageRef], kind: str, reason: str
 ) -> None:
     with pytest.raises(RowError, match=reason) as caught:
         build(columns, pictures, tokenizer, RECIPE)

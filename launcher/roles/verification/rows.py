@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from core.config import Config
 from core.data.images import ImageError, load_image
-from core.data.prompts import PictureFacts, RowError, build, image_sources
+from core.data.prompts import RowError, build, image_sources
 from core.data.tokenizer import Tokenizer
 from core.engine.documents import Document
+from core.rl.trajectory import ImageRef
 from launcher.roles import data
 
 
@@ -39,7 +40,7 @@ def read(config: Config, tokenizer: Tokenizer, count: int) -> tuple[list[Documen
                 load_image(source, min_pixels=recipe.min_pixels, max_pixels=recipe.max_pixels, root=split.rows.root)
                 for source in image_sources(row.columns)
             ]
-            facts = [PictureFacts(p.hash, p.original, p.resized, p.grid_thw) for p in pictures]
+            facts = [ImageRef(p.hash, p.original, p.resized, p.grid_thw) for p in pictures]
             prompt: dict[str, Any] = build(row.columns, facts, tokenizer, recipe)
         except (RowError, ImageError) as error:
             bad = error
