@@ -10,7 +10,12 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH
 _HERE = os.path.realpath(os.getcwd())  # noqa: PTH109
 sys.path[:] = [_ROOT, *(entry for entry in sys.path if os.path.realpath(entry or _HERE) not in (_HERE, _ROOT))]
 
-from launcher.cli import main  # noqa: E402
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        from launcher.cli import main
+
+        status = main(sys.argv[1:])
+    except KeyboardInterrupt:  # also while modules are imported
+        sys.stderr.write("interrupted\n")
+        status = 130
+    sys.exit(status)

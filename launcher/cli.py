@@ -8,11 +8,13 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 PROGRAM = "python -m launcher"
 Arguments = Callable[[argparse.ArgumentParser], None]
@@ -114,13 +116,20 @@ class Command:
     says: str
     example: str
     arguments: tuple[Arguments, ...]
+    first: tuple[str, ...] = ()
+    """What has to be typed before the example."""
 
 
+SMOKE = (
+    f"with your own CONFIG, first: {PROGRAM} prepare CONFIG (model and dataset, where there is internet),",
+    f"                             {PROGRAM} plan CONFIG (what would run where, or why it cannot)",
+    f"without GPU or CONFIG:       {PROGRAM} make-model runs/models/tiny --pictures runs/models/pictures",
+)
 COMMANDS = {
     "prepare": Command(
         "Bring model and dataset into paths.cache, run every row through the real processor, name the bad rows.",
         "prepare configs/qwen2_5_vl_3b_geometry3k_grpo.yaml",
-        (_config, _json),
+        (_config, _emulate, _json),
     ),
     "plan": Command(
         "Print what would run where, the batch arithmetic and the memory, or why it cannot run. Starts nothing.",
@@ -131,11 +140,13 @@ COMMANDS = {
         "Run here, attached, with a live view. Ctrl-C ends every process of the run.",
         "run --emulate configs/smoke.yaml total_train_steps=3",
         (_config, _emulate, _json),
+        SMOKE,
     ),
     "submit": Command(
         "Start detached and print the run directory.",
         "submit --emulate configs/smoke.yaml trial_name=night",
         (_config, _emulate, _json),
+        SMOKE,
     ),
     "serve": Command(
         "Start the inference partition alone, say where its servers answer, and stay until Ctrl-C.",
@@ -205,6 +216,16 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Names the option that an unknown one was probably meant to be."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        near = [each for name in unknown for each in difflib.get_close_matches(name, options, n=1)]
+        super().error(message + (f"; did you mean {', '.join(near)}?" if near else ""))
+
+
 def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
@@ -231,10 +252,10 @@ def parse(name: str, rest: list[str]) -> argparse.Namespace:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     command = COMMANDS[name]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"{PROGRAM} {name}",
         description=command.says,
-        epilog=f"example: {PROGRAM} {command.example}",
+        epilog="\n".join([*command.first, f"example: {PROGRAM} {command.example}"]),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -266,8 +287,6 @@ def _call(name: str, arguments: argparse.Namespace) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         # whoever read our output (head, less) is gone: say nothing, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -77,7 +77,7 @@ def plan(
         swaps=list(swaps or ()),
         warnings=[
             *doubts,
-            *limit_warnings(config, known),
+            *limit_warnings(config, known, emulate=emulate),
             *(spread_warnings(judged.allocation, config.cluster.n_gpus_per_node) if device == "cuda" else ()),
             *exposure_warnings(config, judged.allocation),
             *slurm_warnings(config, judged.shape.kind),

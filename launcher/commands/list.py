@@ -14,11 +14,14 @@ from launcher.damaged import DamagedError
 from launcher.find_run import ROOTS
 from launcher.liveness import look
 from launcher.node.state import read_state
-from launcher.run_dir import RunDir
+from launcher.run_dir import RunDir, RunDirError
 from launcher.slurm.queue import WATCH, jobs_of
 
 
 def run(arguments: argparse.Namespace) -> int:
+    missing = [str(root) for root in arguments.roots if not root.is_dir()]
+    if missing:
+        raise RunDirError(f"{', '.join(missing)}: no such directory; list takes directories that hold runs")
     rows = [row(run_dir) for run_dir in find_all(arguments.roots or list(ROOTS))]
     if arguments.json:
         print(json.dumps(rows, indent=1))

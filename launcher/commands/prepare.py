@@ -18,6 +18,7 @@ from core.data.hub import HubError, Kind, resolve
 from core.data.rows import RowsError
 from core.data.tokenizer import TokenizerError
 from launcher.allocation import AllocationError, parse
+from launcher.emulate import emulate
 from launcher.model_sizes import checkpoint_problems
 from launcher.planning.known import cache_of, write_prepared
 from launcher.roles.prepare import QUANTILES, Measured, measure
@@ -33,6 +34,10 @@ class PrepareError(UserError):
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
+    if arguments.emulate:
+        config, swaps = emulate(config)
+        for line in swaps:
+            print(f"swap: {line}", file=sys.stderr)
     places = bring(config)
     try:
         measured = asyncio.run(measure(config, _backend(config), _Progress().show))

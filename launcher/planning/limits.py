@@ -127,7 +127,7 @@ def _deterministic_problems(config: Config, server: Component) -> Iterator[Probl
         yield Problem("deterministic", f"only with the embedded backend, not {server.backend}")
 
 
-def limit_warnings(config: Config, known: Known) -> list[str]:
+def limit_warnings(config: Config, known: Known, *, emulate: bool = False) -> list[str]:
     lengths, limit = lengths_of(config, known), config.actor.mb_spec.max_tokens_per_mb
     warnings = []
     if limit and lengths.image <= limit < lengths.sample:
@@ -138,7 +138,8 @@ def limit_warnings(config: Config, known: Known) -> list[str]:
     if known.shape.source == "carried":
         warnings.append(f"sizes of {known.shape.name} are the carried ones: its config.json is not on this machine")
     if known.prepared is None:
-        warnings.append("prompt lengths are guessed from dataset_kwargs.max_pixels: run prepare to measure them")
+        how = "prepare --emulate" if emulate else "prepare"
+        warnings.append(f"prompt lengths are guessed from dataset_kwargs.max_pixels: run {how} to measure them")
     elif known.prepared.bad_rows:
         warnings.append(f"prepare found {known.prepared.bad_rows} bad rows of {known.prepared.rows}; they become void")
     actor, alone = config.actor, config.type == "rl" and config.gconfig.n_samples == 1

@@ -1,6 +1,7 @@
 """`python -m launcher` as a person types it: help at once, clear refusals, no torch, any working directory."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -53,7 +54,8 @@ def test_help_imports_neither_torch_nor_pydantic() -> None:
         (["plan", "configs/smoke.yaml", "another.yaml"], "override 'another.yaml': wants key.sub=value"),
         (["report", "no/such"], "no run 'no/such'"),
         (["plan"], "the following arguments are required: CONFIG"),
-        (["plan", "configs/smoke.yaml", "--emulat"], "unrecognized arguments: --emulat"),
+        (["plan", "configs/smoke.yaml", "--emulat"], "unrecognized arguments: --emulat; did you mean --emulate?"),
+        (["list", "/no/such/dir"], "/no/such/dir: no such directory"),
     ],
 )
 def test_user_errors_exit_2_without_a_traceback(arguments: list[str], said: str) -> None:
@@ -62,6 +64,34 @@ def test_user_errors_exit_2_without_a_traceback(arguments: list[str], said: str)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_help_shows_what_comes_before_a_first_run(command: str) -> None:
+    said = launcher(command, "--help").stdout
+    assert "launcher prepare CONFIG" in said and "launcher plan CONFIG" in said
+    assert "launcher make-model runs/models/tiny --pictures runs/models/pictures" in said
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path: Path) -> None:
+    """A module that ours imports is made to wait: so it is interrupted there, and not by luck."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "class Waits:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'core.config.errors':\n"
+        "            print('importing', flush=True); time.sleep(60)\n"
+        "sys.meta_path.insert(0, Waits())\n"
+    )
+    command = [sys.executable, "-P", "-m", "launcher", "plan", "configs/smoke.yaml"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=30)[1]
+    assert (process.returncode, err) == (130, "interrupted\n")
 
 
 def test_nothing_said_prints_the_overview() -> None:

@@ -93,6 +93,23 @@ def test_what_it_measured_is_what_plan_uses(rows: Path, tiny: Path, tmp_path: Pa
     assert after["batch"]["micro_batches_per_rank"] == -(-16 // (200 // (longest + 16)))
 
 
+def test_what_plan_advises_under_emulate_can_be_typed(rows: Path, tmp_path: Path) -> None:
+    """The model is a hub id that is not here: both take the tiny one in its place."""
+    words = [
+        "--emulate",
+        CPU,
+        f"train_dataset.path={rows}",
+        f"paths.cache={tmp_path / 'c'}",
+        "train_dataset.batch_size=4",
+    ]
+    words += ["actor.path=some/model", "valid_dataset=null"]
+    assert "run prepare --emulate to measure them" in launch("plan", *words).stdout
+    done = launch("prepare", *words)
+    assert done.returncode == 0 and "swap: actor.path: some/model → " in done.stderr, done.stderr
+    planned = launch("plan", *words)
+    assert planned.returncode == 0 and "5 bad rows of 9" in planned.stdout and "to measure" not in planned.stdout
+
+
 def test_model_and_dataset_are_downloaded_into_the_cache(rows: Path, tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     words = ["prepare", CPU, "train_dataset.path=some/rows", "actor.path=some/model", f"paths.cache={cache}"]
