@@ -114,7 +114,7 @@ PARTS = (
     Part(
         "long forms",
         (pytest_command("-m", "slow", "tests", "--ignore=tests/slurm_cluster", "--ignore=tests/chaos"),),
-        30,
+        40,
         full=True,
     ),
 )

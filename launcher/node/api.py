@@ -97,7 +97,10 @@ class Api:
     async def meeting(self, call: Call) -> Reply:
         """The head of a server over several nodes starts: its parts meet there."""
         body = call.json()
-        name, found = text(body, "name"), Meeting(text(body, "start"), text(body, "host"), int(body["port"]))
+        name, port = text(body, "name"), body.get("port")
+        if not isinstance(port, int):
+            raise RpcError(400, "'port' must be a number")
+        found = Meeting(text(body, "start"), text(body, "host"), port)
         if not self.daemon.parts.announce(name, found):
             raise RpcError(404, f"{name!r} is no head of a server over several nodes here")
         return {}
@@ -105,8 +108,8 @@ class Api:
     async def part(self, call: Call) -> Reply:
         """A part that is no head says how it stands; the first time, that it is there."""
         body = call.json()
-        name = text(body, "name")
-        if not self.daemon.parts.report(name, state=text(body, "state"), start=text(body, "start"), why=body["why"]):
+        name, why = text(body, "name"), str(body.get("why", ""))
+        if not self.daemon.parts.report(name, state=text(body, "state"), start=text(body, "start"), why=why):
             raise RpcError(404, f"{name!r} is no part of a server over several nodes here")
         if self.daemon.crew.children[name].state is ChildState.STARTING:
             self.daemon.crew.registered(name, "")

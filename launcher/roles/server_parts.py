@@ -6,6 +6,7 @@ Owns the conversation with the daemon of this node; what follows from what it sa
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from core.inference.meeting import Act, Meeting, PartReport, broken, next_act
 from core.inference.ports import take_block
 from core.rpc.client import AsyncClient
 from core.rpc.errors import RpcError
+from launcher.node import guard
 from launcher.node.specs import CANNOT_GO_ON
 from launcher.planning.layout import Server
 
@@ -86,6 +88,7 @@ async def follow(
 
     1 when there is no start to take part in for `patience` seconds.
     """
+    guard.become_subreaper()
     part = _Part(notices, seat, build, log)
     _, parts = await notices.look()
     part.joined = next((each.start for each in parts if each.name == me), "")
@@ -161,3 +164,7 @@ class _Part:
             child, self._child = self._child, None
             self._idle_since = time.monotonic()
             await child.stop()
+            guard.signal_descendants(
+                signal.SIGKILL
+            )  # what outlived it: the daemon's guard waits for this process to end
+            guard.reap()

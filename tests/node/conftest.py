@@ -59,7 +59,8 @@ class FakeRun:
 
     def started(self) -> list[dict[str, Any]]:
         path = self.run_dir.root / "started.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        written = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in written if line.endswith("\n")]
 
     def await_started(self, count: int) -> list[dict[str, Any]]:
         return until(lambda: len(self.started()) >= count and self.started(), 90, f"{count} processes started")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,13 @@ async def part(words: argparse.Namespace, host: str, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag in ("--served-model-name", "--host", "--dist-init-addr"):
+    for flag in ("--model-path", "--served-model-name", "--host", "--dist-init-addr"):
         parser.add_argument(flag, required=True)
     for flag in ("--port", "--nnodes", "--node-rank"):
         parser.add_argument(flag, required=True, type=int)
     words, _ = parser.parse_known_args()
+    # as workers that outlive a killed server do, in a session of their own
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", words.model_path], start_new_session=True)
     host, _, port = words.dist_init_addr.rpartition(":")
     asyncio.run((part if words.node_rank else head)(words, host, int(port)))
 

@@ -38,10 +38,11 @@ NO_BATCH = BatchPlan(0, 0, 0, 0, 0, 0, 0, None)
 PARTS = ("server-0", "server-0-part-1")
 
 
-def two_nodes(backend: str) -> Plan:
-    """As placement makes it of `t2` on nodes of one GPU, but without the GPUs."""
+def two_nodes(backend: str, cut: str) -> Plan:
+    """As placement makes it of `t2` or `p2` on nodes of one GPU, but without the GPUs."""
     nodes = [Node(index, index, [], [Server("server-0", [], index, 2)], []) for index in (0, 1)]
-    partition = Partition("inference", backend, 1, 1, 2, 1, 1, nodes)
+    tensor, pipeline = {"t2": (2, 1), "p2": (1, 2)}[cut]
+    partition = Partition("inference", backend, 1, pipeline, tensor, 1, 1, nodes)
     return Plan("spanning", "cpu", False, [], [], [partition], NO_BATCH, [], 0, [], [], {})
 
 
@@ -87,7 +88,7 @@ class Spanning:
         return start if all(row["start"] == start and row["state"] == "up" for row in found["parts"]) else ""
 
     def kill(self, name: str, *, role: bool = False) -> None:
-        """kill -9 of the server's own process behind that role, or of the role."""
+        """kill -9 of the server's own first process behind that role, or of the role."""
         (mine,) = [
             int(line.split()[0])
             for line in processes_naming(str(self.run_dir.root))
@@ -96,7 +97,7 @@ class Spanning:
         if role:
             os.kill(mine, signal.SIGKILL)
             return
-        for each in psutil.Process(mine).children(recursive=True):
+        for each in psutil.Process(mine).children():
             each.kill()
 
     def said(self) -> str:
@@ -105,8 +106,8 @@ class Spanning:
 
 
 @asynccontextmanager
-async def spanning(config: Config, backend: str, first_secs: float) -> AsyncIterator[Spanning]:
-    launch = begin(config, two_nodes(backend))
+async def spanning(config: Config, backend: str, first_secs: float, *, cut: str = "t2") -> AsyncIterator[Spanning]:
+    launch = begin(config, two_nodes(backend, cut))
     run_dir = launch.run_dir
     placement = LocalScheduler().place(launch, attached=True)
     token = run_dir.read_token()

@@ -23,7 +23,7 @@ from launcher.planning.container import container_problems
 from launcher.servers.environment import python_of
 from tests.servers.conftest import available, configuration, tensors
 from tests.servers.own_model import OwnModel
-from tests.servers.spanning import ask, spanning
+from tests.servers.spanning import PARTS, ask, spanning
 from tests.servers.test_commands import RECIPE, recipe, seat
 from tests.servers.test_spanning import config_of, stand_in
 
@@ -116,15 +116,20 @@ def apptainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], l
 
 @pytest.mark.timeout(200)
 def test_servers_of_a_run_are_started_in_it(tmp_path: Path, model: Path, apptainer: Callable[[], list[dict]]) -> None:
-    """Both parts of a server over two nodes; the server itself stands in."""
+    """Both parts of a server over two nodes, and again after one's role was killed; the server itself stands in."""
     where = {"sglang_container": str(tmp_path / "servers.sif"), "sglang_python": stand_in(tmp_path)}
 
     async def scenario() -> None:
         async with spanning(config_of(tmp_path, model, **where), "sglang", 60) as run:
-            server = await run.until_serving(run.publish(1, tensors(model), model), 60)
+            version = run.publish(1, tensors(model), model)
+            await run.until_serving(version, 60)
+            before = await run.start()
+            run.kill(PARTS[1], role=True)
+            server = await run.until_serving(version, 90, but=before)
             assert (await ask(server, [5, 6], 4)).versions == [1] * 4
             asked = apptainer()
-            assert sorted(each["command"][each["command"].index("--node-rank") + 1] for each in asked) == ["0", "1"]
+            ranks = sorted(each["command"][each["command"].index("--node-rank") + 1] for each in asked)
+            assert ranks == ["0", "0", "1", "1"]
             for each in asked:
                 assert each["command"][0] == where["sglang_python"]
                 assert {str(model), str(run.local), each["tmp"]} < set(each["binds"])

@@ -106,12 +106,7 @@ def stand_in(tmp_path: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "kills", [[(PARTS[1], "server"), (PARTS[0], "server")], [(PARTS[1], "role")]], ids=["processes", "role"]
-)
-def test_parts_load_one_path_and_start_again_together(
-    tmp_path: Path, model: Path, kills: list[tuple[str, str]]
-) -> None:
+def test_parts_load_one_path_and_start_again_together(tmp_path: Path, model: Path) -> None:
     """Whichever process of it is killed; the server itself stands in, and never ends when it loses a part."""
 
     async def scenario() -> None:
@@ -124,25 +119,32 @@ def test_parts_load_one_path_and_start_again_together(
             assert (await ask(server, [5, 6], 4)).versions == [1] * 4
             v2 = run.publish(2, weights, model)
             await run.until_serving(v2, 60)
-            for name, what in kills:
+            for name in reversed(PARTS):
                 before = await run.start()
-                run.kill(name, role=what == "role")
+                run.kill(name)
                 server = await run.until_serving(v2, 90, but=before)
                 assert (await ask(server, [5, 6], 4)).versions == [2] * 4
             assert "BrokenError: part 1 of server-0 (server-0-part-1) is down" in run.said()
+            workers = [line for line in processes_naming(str(model)) if "time.sleep(600)" in line]
+            assert len(workers) == 2, "those of the starts before are gone"
         assert not run.local.exists() and not processes_naming(str(run.run_dir.root))
+        assert not [line for line in processes_naming(str(model)) if "time.sleep(600)" in line]
 
     asyncio.run(asyncio.wait_for(scenario(), 280))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", [each for each in ("sglang", "vllm") if available(each)])
+@pytest.mark.parametrize(
+    ("backend", "cut"),
+    # vLLM 0.32 on a CPU has no pipeline (seen on one node, too: it never makes its intermediate tensors)
+    [each for each in (("sglang", "p2"), ("vllm", "t2")) if available(each[0])],
+)
 def test_a_real_server_in_two_parts_loads_both_and_comes_back(
-    backend: str, tmp_path: Path, model: Path, versions: dict[str, Path]
+    backend: str, cut: str, tmp_path: Path, model: Path, versions: dict[str, Path]
 ) -> None:
     async def scenario() -> None:
-        async with spanning(config_of(tmp_path, model), backend, 400) as run:
+        async with spanning(config_of(tmp_path, model), backend, 400, cut=cut) as run:
             for number, secs in ((1, 60), (2, 60)):
                 name = run.publish(number, tensors(versions[f"v{number:06d}-r0"]), model)
                 answers(await ask(await run.until_serving(name, secs), [5, 6, 7, 8], 8), versions[name], number)

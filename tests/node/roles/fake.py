@@ -24,9 +24,11 @@ from launcher.roles.arguments import RoleArguments, parse, register
 def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
     behaviour = behaviour_of(arguments)
-    with (arguments.run_dir.root / "started.jsonl").open("a") as file:
+    # in one write: others append to it, and somebody reads it meanwhile
+    with (arguments.run_dir.root / "started.jsonl").open("ab", buffering=0) as file:
         words = {"name": arguments.name, "pid": os.getpid(), "generation": arguments.generation, "cwd": str(Path.cwd())}
-        file.write(json.dumps({**words, "local": str(arguments.local), "env": dict(os.environ)}) + "\n")
+        line = json.dumps({**words, "local": str(arguments.local), "env": dict(os.environ)})
+        file.write(line.encode() + b"\n")
     if behaviour == "die":
         raise ValueError(f"{arguments.name} cannot read row 7 of train.parquet")
     if behaviour == "give_up":
