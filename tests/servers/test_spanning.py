@@ -13,6 +13,7 @@ from core.inference.exposure import WeightsDirectory
 from core.inference.meeting import Act, Meeting, PartReport, broken, next_act
 from core.inference.proxy import RefusedError
 from launcher.node import agreed
+from launcher.node.guard import remove_tree
 from tests.node.living import processes_naming
 from tests.servers.conftest import available, configuration, publish_alone, tensors
 from tests.servers.own_model import OwnModel
@@ -69,6 +70,15 @@ def test_one_node_letting_go_does_not_take_the_version_from_another(tmp_path: Pa
     agreed.let_go(links, first)
     agreed.sweep(links)
     assert not links.exists()
+
+
+def test_the_guard_of_a_killed_daemon_takes_its_links_along(tmp_path: Path) -> None:
+    first, second = copy_of(tmp_path / "run", "inference-0"), copy_of(tmp_path / "run", "inference-1")
+    link = agreed.lead_to(agreed.agreed(first.parent), first)
+    remove_tree(str(second.parent))
+    assert (link / "manifest.json").read_text() == "inference-0"
+    remove_tree(str(first.parent))
+    assert not (tmp_path / "run").exists()
 
 
 def test_only_links_of_the_run_are_loaded(tmp_path: Path, model: Path) -> None:
