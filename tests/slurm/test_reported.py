@@ -14,7 +14,7 @@
 | submitit helpers | CUDA_VISIBLE_DEVICES overwritten by the local rank | tests/slurm_cluster/test_runs.py::test_two_and_two_nodes_and_one_job_of_two_steps_beside_them |
 | submitit helpers | a port computed from the job id, unchecked | tests/slurm/test_reported.py::test_no_port_follows_from_the_job_id |
 | prime-rl#2574, NeMo-RL#1019 | a component dies, the job holds its nodes | tests/slurm_cluster/test_losses.py::test_a_killed_daemon_is_named_within_ten_seconds_and_ends_the_job |
-| | a node is lost | tests/slurm_cluster/test_losses.py::test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_does_without |
+| | a node is lost | tests/slurm_cluster/test_losses.py::test_a_lost_node_is_named_within_45_seconds_and_the_job_asks_for_a_requeue |
 | | the node of the lead is lost | tests/slurm_cluster/test_exact_resume.py::test_the_lead_daemons_node_is_lost |
 | | a node is lost and its srun returns 0 | tests/slurm_cluster/test_losses.py::test_a_lost_node_whose_srun_returned_0_is_named_and_the_run_goes_on |
 | prime-rl#1713, ms-swift#6386, verl#7155 | nothing moves for hours, no error | tests/node/test_run.py::test_nothing_moves_for_watchdog_secs |

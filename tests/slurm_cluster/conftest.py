@@ -100,7 +100,8 @@ class Run:
 
     def requeues(self, leader: str) -> int:
         """That the job's script asked for."""
-        return (self.root / "submitit" / f"{leader}.out").read_text().count("is requeued\n")
+        said = self.root / "submitit" / f"{leader}.out"
+        return said.read_text().count("is requeued\n") if said.exists() else 0
 
     def host_of(self, node: str) -> str:
         """Of its first attempt."""

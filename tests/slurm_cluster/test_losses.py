@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -48,13 +49,9 @@ def test_a_killed_daemon_is_named_within_ten_seconds_and_ends_the_job(run: Start
     job.nothing_left()
 
 
-@pytest.mark.parametrize("node", ["inference-1", pytest.param("inference-0", marks=pytest.mark.slow)])
-def test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_does_without(run: Start, node: str) -> None:
-    """Long before Slurm notices: only the heartbeat tells. The batch script of inference-0 dies with its node: there
-    Slurm takes the job back itself.
-    """
-    job = run("allocation_mode=embedded:d2+archon:d1", "cluster.n_nodes=3", *LONG)
-    leader = job.submit()
+@contextlib.contextmanager
+def lost(job: Run, node: str) -> Iterator[int]:
+    """The node is gone, and named in `status` long before Slurm notices, by the heartbeat alone. Its index."""
     job.await_step(2)
     host = job.host_of(node)
     index = job.cluster.shape.names.index(host) + 1
@@ -66,21 +63,48 @@ def test_a_lost_node_is_named_within_45_seconds_and_the_next_attempt_does_withou
         text = job.launcher("status", str(job.root)).expect().out
         assert f"daemon of {node}: on {host}: no heartbeat for" in text
         assert noticed <= 45, noticed
+        yield index
+    finally:
+        job.cluster.start_node(index)
+
+
+def end(job: Run) -> None:
+    job.launcher("cancel", str(job.root)).expect()
+    job.launcher("audit", str(job.root)).expect()
+    job.await_out_of_queue()
+    job.nothing_left()
+
+
+def await_requeue(job: Run, leader: str) -> None:
+    until(lambda: job.requeues(leader) == 1, 90, "the job asks for one requeue")
+    until(lambda: processes_of(job.root) == [], 30, "the attempt is over, its sruns too")
+
+
+def test_a_lost_node_is_named_within_45_seconds_and_the_job_asks_for_a_requeue(run: Start) -> None:
+    job = run("allocation_mode=embedded:d2+archon:d1", "cluster.n_nodes=3", *LONG)
+    leader = job.submit()
+    with lost(job, "inference-1") as index:
+        await_requeue(job, leader)
+        job.cluster.notice_lost_node(index)
+    end(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["inference-1", "inference-0"])
+def test_the_attempt_after_a_lost_node_does_without(run: Start, node: str) -> None:
+    """The batch script of inference-0 dies with its node: there Slurm takes the job back itself."""
+    job = run("allocation_mode=embedded:d2+archon:d1", "cluster.n_nodes=3", *LONG)
+    leader = job.submit()
+    with lost(job, node) as index:
         if node != "inference-0":
-            until(lambda: job.requeues(leader) == 1, 90, "the job asks for one requeue")
-            until(lambda: processes_of(job.root) == [], 30, "the attempt is over, its sruns too")
+            await_requeue(job, leader)
         job.cluster.notice_lost_node(index)
         job.await_attempt(2)
         before = len(job.steps)
         # 22.05 may have lost the GPUs of a component whose node went down after the requeue ("_step_get_gres_cnt: node
         # offset invalid"): its step is refused once, and one attempt more is needed
         job.await_step(before + 1, 180)
-    finally:
-        job.cluster.start_node(index)
-    job.launcher("cancel", str(job.root)).expect()
-    job.launcher("audit", str(job.root)).expect()
-    job.await_out_of_queue()
-    job.nothing_left()
+    end(job)
 
 
 def test_a_lost_node_whose_srun_returned_0_is_named_and_the_run_goes_on(run: Start) -> None:
@@ -107,7 +131,4 @@ def test_a_lost_node_whose_srun_returned_0_is_named_and_the_run_goes_on(run: Sta
     finally:
         job.cluster.start_node(index)
     assert "training 0" in (job.root / "submitit" / f"{leader}.out").read_text()
-    job.launcher("cancel", str(job.root)).expect()
-    job.launcher("audit", str(job.root)).expect()
-    job.await_out_of_queue()
-    job.nothing_left()
+    end(job)
