@@ -142,9 +142,13 @@ def test_secrets_are_in_no_file_no_command_line_and_no_answer(living: Living) ->
     token = living.run_dir.read_token()
     secrets = {"token": token, **SECRETS}
     told: dict[str, str] = {}
-    for path in living.run_dir.root.rglob("*"):
-        if path.is_file() and path != living.run_dir.token and "weights" not in path.parts:
-            told[str(path)] = path.read_bytes().decode("latin-1")
+    # the run lives: a checkpoint's temporary directory may go while it is looked at
+    files = [Path(folder) / name for folder, _, names in os.walk(living.run_dir.root) for name in names]
+    for path in files:
+        if path != living.run_dir.token and "weights" not in path.parts:
+            with contextlib.suppress(FileNotFoundError):
+                told[str(path)] = path.read_bytes().decode("latin-1")
+    assert str(living.run_dir.config) in told and str(living.run_dir.state) in told
     for process in psutil.process_iter(["cmdline"]):
         told[f"ps {process.pid}"] = " ".join(process.info["cmdline"] or [])
     root = str(living.run_dir.root)
