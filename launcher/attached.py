@@ -19,6 +19,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
+from core.telemetry.metrics import read_metrics
 from launcher.launch import Launch
 from launcher.live import LiveView
 from launcher.node.log_tail import tail
@@ -102,6 +103,7 @@ class Attendance:
     @contextmanager
     def _view(self, quiet: bool) -> Iterator[None]:
         view = LiveView(self.launch.run_dir)
+        view.skip_old()
         self._show = lambda: None
         if quiet:
             yield
@@ -127,6 +129,7 @@ class Attendance:
         if state is not None and state.phase.final and (self._lost is None or self.signals):
             return state
         state = state or State(Phase.FAILED, self.launch.attempt)
+        state = dataclasses.replace(state, step=max(state.step, read_metrics(run_dir.metrics).last_step))
         error = state.error or self._lost or _daemon_error(self.launch, self.placement.exits())
         phase = Phase.CANCELLED if self.signals else Phase.FAILED
         ended = dataclasses.replace(state, phase=phase, error=error)
@@ -187,7 +190,8 @@ def ending_text(run_dir: RunDir, state: State) -> str:
     name = run_dir.root
     if state.phase is Phase.DONE:
         return f"done: step {state.step}, {name}"
-    lines = [f"{state.phase} in step {state.step}: {name}"]
+    when = f"after step {state.step}" if state.step else "before its first step was done"
+    lines = [f"{state.phase} {when}: {name}"]
     if state.error is not None:
         lines += error_lines(state.error)
     lines.append(f"  {go_on(state)}: python -m launcher resume {name}")

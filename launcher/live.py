@@ -15,6 +15,7 @@ from core.telemetry.metrics import Metrics, MetricsReader, Record
 from launcher.run_dir import RunDir
 
 NONE = "–"
+WARN_STEPS = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -24,6 +25,11 @@ class LiveView:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self._reader = MetricsReader(run_dir.metrics)
+        self._warned: int | None = None
+
+    def skip_old(self) -> None:
+        """What earlier attempts wrote is shown in the curves, and not as lines again."""
+        self._reader.poll()
 
     def renderable(self, status: Mapping[str, Any] | None) -> RenderableType:
         """For rich.live.Live, in a terminal."""
@@ -32,7 +38,26 @@ class LiveView:
 
     def new_lines(self) -> list[str]:
         """One line for each step, evaluation and note since the last look, for output that is not a terminal."""
-        return [line for record in self._reader.poll() if (line := plain_line(record))]
+        lines = []
+        for record in self._reader.poll():
+            lines += [line for line in (plain_line(record), self._no_signal(record)) if line]
+        return lines
+
+    def _no_signal(self, record: Record) -> str | None:
+        """A warning of a step that taught nothing, at most once in WARN_STEPS."""
+        step, said = record.get("step"), no_signal(record)
+        if not said or not isinstance(step, int) or (self._warned is not None and step - self._warned < WARN_STEPS):
+            return None
+        self._warned = step
+        return f"warning: step {step}: {said}"
+
+
+def no_signal(record: Record) -> str:
+    """Says of a step that no group of it had answers of different reward; else empty."""
+    groups = record.get("groups")
+    if record.get("kind") != "step" or not groups or record.get("equal_reward_groups") != groups:
+        return ""
+    return f"equal rewards within each of its {groups} groups: a reward_norm by group leaves nothing to learn from"
 
 
 def render(run_dir: RunDir, status: Mapping[str, Any] | None) -> RenderableType:
@@ -88,6 +113,8 @@ def _step_rows(metrics: Metrics) -> list[tuple[str, str]]:
         ("ETA", duration(last.get("eta_secs"))),
     ]
     lost = {**(last.get("void") or {}), **(last.get("reward_errors") or {})}
+    if no_signal(last):
+        rows.append(("no signal", no_signal(last)))
     if lost:
         rows.append(("lost", ", ".join(f"{name} {count}" for name, count in sorted(lost.items()))))
     return rows

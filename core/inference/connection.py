@@ -45,7 +45,7 @@ class Connection:
                     raise ServerRefusedError(reason(reply.status, await reply.read()), reply.status)
                 yield reply
         except _BROKEN as error:
-            raise ServerLostError(f"{self.url}: {error or type(error).__name__}") from error
+            raise ServerLostError(f"{self.url}: {error or type(error).__name__}") from None
 
     async def close(self) -> None:
         if self._session is not None:
@@ -68,7 +68,7 @@ class Connection:
             async with self._open().request(method, self.url + path, json=body, timeout=limit) as reply:
                 data = await reply.read()
         except _BROKEN as error:
-            raise ServerLostError(f"{self.url}{path}: {error or type(error).__name__}") from error
+            raise ServerLostError(f"{self.url}{path}: {error or type(error).__name__}") from None
         if reply.status != 200:
             raise ServerRefusedError(f"{path}: {reason(reply.status, data)}", reply.status)
         try:

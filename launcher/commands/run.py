@@ -64,6 +64,7 @@ def follow_job(launch: Launch, *, as_json: bool = False) -> int:
 def wait_for(run_dir: RunDir, *, quiet: bool) -> State:
     """Until Slurm has no job of the run any more."""
     view = LiveView(run_dir)
+    view.skip_old()
     WATCH.poll_secs = load(run_dir.config, []).slurm.poll_secs
     while True:
         found = look(run_dir)

@@ -6,6 +6,7 @@ Owns judging the whole run from the registry's book; it touches no process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -76,6 +77,11 @@ class Lead:
     def record(self, **changes: Any) -> None:
         """Changes of the state are written at once, its time stamp every few seconds. It never raises OSError."""
         changed = dataclasses.replace(self.state, **changes)
+        if changed.phase.final:
+            # asked once a second, the trainer may have ended before it could tell of its last steps
+            with contextlib.suppress(OSError):
+                last = read_metrics(self.context.run_dir.metrics).last_step
+                changed = dataclasses.replace(changed, step=max(changed.step, last))
         if changed.error is not None:
             changed = dataclasses.replace(changed, error=self._explained(changed.error))
         if changed != self.state or time.monotonic() - self._written > STATE_SECS:
@@ -189,8 +195,6 @@ class Lead:
                 self.record(generation=self.state.generation + 1)
                 self._raise_generation(self.state.generation)
         elif reports and len(current) == len(reports) and all(each.state == "done" for each in current):
-            # asked once a second, the trainer may have ended before it could tell of its last steps
-            self.record(step=max(self.state.step, read_metrics(self.context.run_dir.metrics).last_step))
             self._end(Ending(Phase.DONE))
 
     def _judge_servers(self, book: Book) -> None:

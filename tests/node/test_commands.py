@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.config import load
+from core.telemetry.files import append_line
 from launcher.commands.status import status_text
 from launcher.emulate import tiny_checkpoint
 from launcher.launch import AliveError, RunExistsError, begin, begin_again
@@ -199,8 +200,9 @@ def test_resume_is_a_new_attempt_of_the_same_run(fake_run: Make) -> None:
     killed(run)
     run.behave()  # this time the ranks finish
     before = run.run_dir.read_token()
+    append_line(run.run_dir.metrics, {"kind": "step", "step": 1})
     code, said = finished(run.launch("resume", "total_train_steps=9"))
-    assert code == 0, said
+    assert code == 0 and "step 1 ·" not in said, said
     state = read_state(run.run_dir)
     assert state and (state.phase, state.attempt, state.generation) == ("done", 2, 1)
     assert load(run.run_dir.config, []).total_train_steps == 9
@@ -211,7 +213,9 @@ def test_resume_is_a_new_attempt_of_the_same_run(fake_run: Make) -> None:
     code, said = finished(run.launch("resume"))
     assert code == 2 and "is done" in said and "total_train_steps=" in said
     said = launcher("status", run.run_dir.root)[1]
-    assert f"go on with: python -m launcher resume {run.run_dir.root} total_train_steps={2 * max(1, state.step)}\n" in said
+    assert (
+        f"go on with: python -m launcher resume {run.run_dir.root} total_train_steps={2 * max(1, state.step)}\n" in said
+    )
     code, said = finished(run.launch("resume", "trial_name=other"))
     assert code == 2 and "would be another run" in said
     code, said = finished(run.launch("resume", "actor.optimiser.lr=1"))

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from core.rpc.client import Client
+from core.telemetry.files import append_line
 from launcher.attached import Attendance
 from launcher.commands.status import status_text
 from launcher.liveness import look
@@ -74,11 +75,12 @@ def test_a_signal_to_the_launcher_ends_everything(fake_run: Make, number: signal
     run = fake_run(behaviour={"rank-0": "serve", "rank-1": "serve"})
     launcher = run.launch()
     run.await_started(ALL)
+    append_line(run.run_dir.metrics, {"kind": "step", "step": 7})  # more than the trainer has told its daemon of
     launcher.send_signal(number)
     code, said = finished(launcher)
     assert (code, run.state.phase) == (130, "cancelled"), said
     assert not run.survivors()
-    assert "resume" in said
+    assert "resume" in said and f"cancelled after step 7: {run.run_dir.root}" in said
 
 
 def heard(launcher: subprocess.Popen[str], words: str) -> None:

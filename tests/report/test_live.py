@@ -1,5 +1,7 @@
 """The live view: what `run` shows, in a terminal and as lines."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from core.telemetry.files import append_line
@@ -43,6 +45,25 @@ def test_an_error_is_shown_as_it_is(run_dir: RunDir) -> None:
         render(run_dir, {"phase": "failed", "error": {"process": "rank-0", "message": "[red]list[int][/red]"}})
     )
     assert "rank-0: [red]list[int][/red]" in text
+
+
+def test_lines_of_earlier_attempts_are_not_shown_again(run_dir: RunDir) -> None:
+    view = LiveView(run_dir)
+    view.skip_old()
+    append_line(run_dir.metrics, step_record(6))
+    assert [line[:6] for line in view.new_lines()] == ["step 6"]
+    assert "step  6" in shown(view.renderable(None))
+
+
+def test_steps_that_teach_nothing_are_warned_of_once_in_ten(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    view = LiveView(run)
+    for step in range(1, 25):
+        append_line(run.metrics, {**step_record(step), "equal_reward_groups": 4 if step > 2 else 3})
+    warnings = [line for line in view.new_lines() if line.startswith("warning: ")]
+    assert [line.split(":")[1] for line in warnings] == [" step 3", " step 13", " step 23"]
+    assert "equal rewards within each of its 4 groups" in warnings[0]
+    assert "no signal" in shown(render(run, None))
 
 
 def test_lines_come_once_each(run_dir: RunDir) -> None:
