@@ -78,6 +78,8 @@ class Daemon:
         self._ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: asyncio.Task[None] | None = None
+        self._held = -1
+        """Open as long as the daemon lives: its node-local directory is in use."""
 
     @property
     def children(self) -> list[Child]:
@@ -106,7 +108,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR2] if self.context.on_cluster else [])):
             asyncio.get_running_loop().add_signal_handler(number, self._asked_to_end, number)
         try:
-            local_dir.make(self.context.local)
+            self._held = local_dir.make(self.context.local)
             open_phases(self.context.local / PHASES, f"daemon-{self.context.name}")
             url = await self._service.start(self.context.host)
             self.context = dataclasses.replace(self.context, daemon=url)

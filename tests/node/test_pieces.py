@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.node import book as entries
-from launcher.node import state
+from launcher.node import local_dir, state
 from launcher.node.book import Book, Ending, RanksReport, ServerEntry
 from launcher.node.children import MOVES, ChildState, Exit
 from launcher.node.local_dir import local_root
@@ -230,3 +231,17 @@ def test_a_progress_entry_is_all_that_counts() -> None:
 @pytest.mark.parametrize("phase", list(Phase))
 def test_which_phases_are_final(phase: Phase) -> None:
     assert phase.final == (phase in ("done", "failed", "cancelled"))
+
+
+def test_what_a_killed_daemon_left_in_memory_goes_with_the_next_start_on_the_machine(tmp_path: Path) -> None:
+    left, alive, mine = (tmp_path / run / "inference-0" for run in ("killed", "alive", "mine"))
+    dead = local_dir.make(left)
+    (left / "v000007-r0").mkdir()
+    held = local_dir.make(alive)
+    (alive / "v000008-r0").mkdir()
+    os.close(dead)  # as the kernel does for a process that is killed
+    new = local_dir.make(mine)
+    assert not left.parent.exists()
+    assert (alive / "v000008-r0").is_dir() and mine.is_dir()
+    for each in (held, new):
+        os.close(each)
