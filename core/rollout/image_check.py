@@ -1,7 +1,8 @@
 """Does a server see images? The same prompt with its images and with grey ones must not be answered the same.
 
 Owns that question and its verdict; every start of every server is asked on the first prompt with an image after it
-came in, and again every rollout.parity_check_steps versions.
+came in, and again every rollout.parity_check_steps versions. A policy that is sure of every token answers alike
+whatever it is shown, and that tells nothing of the server: then the next prompts are asked, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import math
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,10 @@ from core.rollout.servers import Server, ServerState
 from core.rollout.workflow import Prompt
 
 TOKENS = 8
+PROMPTS = 8
+"""So many are asked, where the policy is sure of every token, before the question is left for the next time."""
+SURE = 0.01
+"""Less than this below 0 in log-probability: an image could not be told by it."""
 _DEADLINE_SECS = 300.0
 _GREY = 127
 _EXACT = 1e-5  # of float32 in batches of another size
@@ -43,10 +49,11 @@ class ImageCheck:
             "logit_bias": {str(token): BANNED for token in banned},
         }
         self._asked: dict[str, tuple[float, int]] = {}
+        self._unclear: Counter[str] = Counter()
         self._turn = asyncio.Lock()
 
     async def before(self, prompt: Prompt, pngs: Sequence[bytes]) -> None:
-        """Raises BlindServerError. A server that goes away meanwhile is no verdict: the next prompt asks again."""
+        """Raises BlindServerError. Where there is no verdict (the server went away), the next prompt asks again."""
         if not pngs or not (self._due() or not self._asked):
             return
         async with self._turn:
@@ -86,8 +93,15 @@ class ImageCheck:
         except (ServerLostError, ServerRefusedError, TimeoutError) as error:
             print(f"whether {server.name} sees images could not be asked yet: {error}", file=sys.stderr, flush=True)
             return server, None
+        alike = same_answer(seen, blank, noise=distance(seen, again))
+        if alike and is_sure(seen):
+            self._unclear[server.name] += 1
+            if self._unclear[server.name] < PROMPTS:
+                return server, None
+            print(f"whether {server.name} sees images cannot be told: the policy is sure of every token", flush=True)
+        self._unclear.pop(server.name, None)
         self._asked[server.name] = (server.started, version)
-        return server, not same_answer(seen, blank, noise=distance(seen, again))
+        return server, not alike or is_sure(seen)
 
     def _request(self, input_ids: Sequence[int], pngs: Sequence[bytes]) -> Request:
         sampling: dict[str, Any] = dict(self._sampling)
@@ -97,6 +111,10 @@ class ImageCheck:
 def same_answer(a: Generation, b: Generation, *, noise: float) -> bool:
     """Equal ids, with log-probabilities as near as two answers to one prompt are."""
     return distance(a, b) <= max(_EXACT, 3 * noise)
+
+
+def is_sure(answer: Generation) -> bool:
+    return all(logprob > -SURE for logprob in answer.logprobs)
 
 
 def distance(a: Generation, b: Generation) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core.config.rollout import Rollout
 from core.ops.packed import PackedBatch
+from core.rollout.image_check import SURE
 from launcher.roles.training.parts import Change
 
 Rescore = Callable[[Sequence[Any], Change], list[Tensor]]  # collective: log-probabilities of some parts, changed
@@ -38,7 +39,8 @@ class Parity:
     bare_mean: float | None
     """Over samples without an image, where there are any."""
     image_effect: float | None = None
-    """Mean change of the trainer's own when every image is grey, over samples with one."""
+    """Mean change of the trainer's own when every image is grey, over samples with one; None where a policy that is
+    sure of every token cannot tell."""
 
 
 class Gate:
@@ -88,15 +90,19 @@ def measure(parts: Sequence[Any], logps: Sequence[Tensor], version: int, exchang
 
 def with_image_effect(parity: Parity, parts: Sequence[Any], rescore: Rescore, exchange: Any) -> Parity:
     """Collective: whether the trainer sees its images, told by what becomes of its numbers when they are grey."""
-    sums = [0.0, 0.0]
+    sums, sure = [0.0, 0.0], True
     for part, logp_R in zip(parts, rescore(parts, without_images), strict=True):
         if part.samples and part.prox_R is not None:
             moved = (logp_R.float() - part.prox_R.float()).abs().cpu().numpy()
             lengths = [len(sample.sampled_ids) for sample in part.samples]
             shown = np.repeat([bool(sample.images) for sample in part.samples], lengths)
             sums = [sums[0] + float(moved[shown].sum()), sums[1] + float(shown.sum())]
-    everywhere = np.sum(exchange.gather(sums), axis=0)
-    return replace(parity, image_effect=float(everywhere[0] / everywhere[1]) if everywhere[1] else None)
+            sure = sure and bool((part.prox_R.float().cpu().numpy()[shown] > -SURE).all())
+    everywhere = exchange.gather((sums, sure))
+    moved_sum, tokens = np.sum([each for each, _ in everywhere], axis=0)
+    if not tokens or (moved_sum == 0.0 and all(each for _, each in everywhere)):
+        return replace(parity, image_effect=None)
+    return replace(parity, image_effect=float(moved_sum / tokens))
 
 
 def without_images(batch: PackedBatch) -> PackedBatch:
