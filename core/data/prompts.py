@@ -20,7 +20,6 @@ from core.data.tokenizer import Tokenizer
 from core.rl.trajectory import ImageRef
 
 IMAGE_TAG = "<image>"
-NEEDED_COLUMNS = ("problem", "answer")
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
 

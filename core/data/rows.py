@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 CACHED_BYTES = 256 << 20
+NEEDED_COLUMNS = ("problem", "answer")
 
 
 class RowsError(Exception):

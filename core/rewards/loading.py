@@ -1,6 +1,7 @@
 """Can a reward function be loaded? Asked of a child as the run starts it, before there is a run.
 
-Owns the question and its deadline; what a child does is core.rewards.worker's, and grading core.rewards.pool's.
+Owns the question, its deadline, and what such a child is started with. What a child does is core.rewards.worker's,
+grading core.rewards.pool's.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from core.rewards.pool import WORKER, environment
-
+WORKER = Path(__file__).with_name("worker.py")
+_ROOT = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'File "([^"<]+)", line (\d+)')
 _MOST_BYTES = 1 << 20
 
@@ -70,3 +71,13 @@ def _place(traceback: str) -> str:
     found = _FRAME.findall(traceback)
     frames = [each for each in found if Path(each[0]) != WORKER and Path(each[0]).parent.name != "importlib"]
     return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
+
+
+def environment() -> dict[str, str]:
+    """The caller's, without our packages: a user's folder may have a `core` or `models` of its own."""
+    ours = dict(os.environ)
+    kept = [path for path in ours.pop("PYTHONPATH", "").split(os.pathsep) if path and path != _ROOT]
+    if kept:
+        ours["PYTHONPATH"] = os.pathsep.join(kept)
+    ours.setdefault("OMP_NUM_THREADS", "1")
+    return ours

@@ -19,11 +19,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from core.rewards.loading import WORKER, environment
 from core.telemetry.phases import is_stopped
 
 _HERE = Path(__file__).parent
-_ROOT = str(_HERE.parent.parent)
-WORKER = _HERE / "worker.py"
 BUILTIN = {name: f"{_HERE / name}.py:reward" for name in ("geometry3k", "exact_match")}
 _LINE_LIMIT = 64 << 20
 
@@ -188,13 +187,3 @@ class RewardPool:
         if child.process.stdin is not None:
             child.process.stdin.close()
         await child.process.wait()
-
-
-def environment() -> dict[str, str]:
-    """The caller's, without our packages: a user's folder may have a `core` or `models` of its own."""
-    ours = dict(os.environ)
-    kept = [path for path in ours.pop("PYTHONPATH", "").split(os.pathsep) if path and path != _ROOT]
-    if kept:
-        ours["PYTHONPATH"] = os.pathsep.join(kept)
-    ours.setdefault("OMP_NUM_THREADS", "1")
-    return ours

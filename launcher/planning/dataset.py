@@ -11,8 +11,7 @@ from pathlib import Path
 from core.config import Config
 from core.config.dataset import Dataset
 from core.data.hub import HubError, resolve
-from core.data.prompts import NEEDED_COLUMNS
-from core.data.rows import Rows, RowsError, split_files
+from core.data.rows import NEEDED_COLUMNS, Rows, RowsError, split_files
 from launcher.planning.known import TRAIN_FILES, VALID_FILES, cache_of
 from launcher.planning.problem import Problem
 
