@@ -20,7 +20,6 @@ from core.inference.child import ServerChild
 from core.inference.client import Generation, Images, Request, ServerLostError, ServerRefusedError
 from core.inference.commands import Launch, Seat
 from core.inference.exposure import WeightsDirectory, routes
-from core.inference.meeting import Meeting
 from core.inference.ports import PortBlock, take_block
 from core.inference.proxy import Proxy
 
@@ -29,6 +28,9 @@ MEETING = 1
 """Which port of its block the parts of a server over several nodes meet at."""
 _POLL_SECS = 0.25
 _TAKEN = ("address already in use", "EADDRINUSE", "Errno 98")
+
+Announce = Callable[[str, str, int], Awaitable[None]]
+"""Of a start: its id, the head's interface, the port there."""
 
 
 class NotReadyError(Exception):
@@ -59,7 +61,7 @@ class ServerProcess:
         build: Callable[[Seat], Launch],
         *,
         log: Path | None = None,
-        announce: Callable[[Meeting], Awaitable[None]] | None = None,
+        announce: Announce | None = None,
     ) -> None:
         """`announce`: told of every start of a server over several nodes, before it is made."""
         self._wanted = wanted
@@ -114,7 +116,7 @@ class ServerProcess:
         )
         if self._announce is not None:
             seat = replace(seat, head=seat.host, head_port=block.first + MEETING)
-            await self._announce(Meeting(start, seat.head, seat.head_port))
+            await self._announce(start, seat.head, seat.head_port)
         await child.start(self._build(seat))
         weights = WeightsDirectory(Path(seat.model), wanted.weights_root, wanted.links)
         self._proxy = Proxy(

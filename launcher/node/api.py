@@ -7,12 +7,12 @@ import signal
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from core.inference.meeting import Meeting, PartReport
 from core.rpc.errors import RpcError
 from core.rpc.service import Call, Reply, Service
 from core.telemetry.phases import read_announced
 from launcher.node.book import SERVICES, Book, Ending, ServerEntry, node_names
 from launcher.node.children import Child, ChildState
+from launcher.node.meeting import Meeting, PartReport
 from launcher.node.state import Phase
 from launcher.planning.layout import Plan
 from launcher.roles.arguments import PHASES

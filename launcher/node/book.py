@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from core.inference.meeting import Meeting, PartReport
+from launcher.node.meeting import Meeting, PartReport
 from launcher.node.state import Phase, RunError
 from launcher.planning.layout import Plan
 

@@ -1,6 +1,6 @@
 """This node's parts of servers over several nodes: what the registry is told of them.
 
-Owns the entries meeting/ (of a head) and part/ (of the others); core.inference.meeting says what follows from them.
+Owns the entries meeting/ (of a head) and part/ (of the others); launcher.node.meeting says what follows from them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from core.inference.meeting import Meeting, PartReport
 from launcher.node import book as entries
 from launcher.node.children import ChildState
+from launcher.node.meeting import Meeting, PartReport
 from launcher.node.state import RunError
 from launcher.planning.layout import Server
 

@@ -1,6 +1,6 @@
 """The parts of a server over several nodes, seen from one of their processes: meeting, following, ending together.
 
-Owns the conversation with the daemon of this node; what follows from what it says is core.inference.meeting's.
+Owns the conversation with the daemon of this node; what follows from what it says is launcher.node.meeting's.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from core.inference.child import ServerChild
 from core.inference.commands import Launch, Seat
-from core.inference.meeting import Act, Meeting, PartReport, broken, next_act
 from core.inference.ports import take_block
 from core.rpc.client import AsyncClient
 from core.rpc.errors import RpcError
 from launcher.node import guard
+from launcher.node.meeting import Act, Meeting, PartReport, broken, next_act
 from launcher.node.specs import CANNOT_GO_ON
 from launcher.planning.layout import Server
 
@@ -47,9 +47,10 @@ class Notices:
     async def close(self) -> None:
         await self._client.close()
 
-    async def announce(self, meeting: Meeting) -> None:
-        self.start = meeting.start
-        await self._client.post("/meeting", {"name": self._server.process, **asdict(meeting)}, request_id=meeting.start)
+    async def announce(self, start: str, host: str, port: int) -> None:
+        self.start = start
+        body = {"name": self._server.process, "start": start, "host": host, "port": port}
+        await self._client.post("/meeting", body, request_id=start)
 
     async def report(self, start: str, state: str, why: str = "") -> None:
         body = {"name": self._server.process, "start": start, "state": state, "why": why}

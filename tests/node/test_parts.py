@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.inference.meeting import Meeting, PartReport
 from launcher.commands.status import status_text
 from launcher.commands.why import parts as missing
 from launcher.liveness import Liveness
@@ -13,6 +12,7 @@ from launcher.node.api import registry_reply
 from launcher.node.book import Book, ServerEntry
 from launcher.node.children import ChildState
 from launcher.node.lead import lost_daemon
+from launcher.node.meeting import Meeting, PartReport
 from launcher.node.parts import Parts
 from launcher.node.specs import NodeContext, server_specs
 from launcher.node.state import Phase, RunError, State

@@ -10,10 +10,10 @@ import pytest
 
 from core.config import Config
 from core.inference.exposure import WeightsDirectory
-from core.inference.meeting import Act, Meeting, PartReport, broken, next_act
 from core.inference.proxy import RefusedError
 from launcher.node import agreed
 from launcher.node.guard import remove_tree
+from launcher.node.meeting import Act, Meeting, PartReport, broken, next_act
 from tests.node.living import processes_naming
 from tests.servers.conftest import available, configuration, publish_alone, tensors
 from tests.servers.own_model import OwnModel
