@@ -66,7 +66,7 @@ PARTS = (
             pytest_command("tests/servers/test_contract.py"),
             pytest_command("tests/servers", "--ignore=tests/servers/test_contract.py"),
         ),
-        15,
+        20,
     ),
     Part(
         "slurm",
