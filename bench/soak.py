@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from launcher.node.restarts import SETTLED_SECS
 from launcher.run_dir import RunDir
 from tests.support.runs import await_gone, launcher, log_tails
 
@@ -132,8 +133,11 @@ def last_step(metrics: Path) -> int:
 
 
 def kill_a_server(run: Path) -> bool:
-    """Its process, not its guard: as the kernel would when memory runs out."""
-    servers = [process for role, process in processes(run) if role == "servers"]
+    """Its process, not its guard: as the kernel would when memory runs out. One that was killed a moment ago is let
+    live: its daemon would leave it out as flapping, and rightly.
+    """
+    settled = time.time() - SETTLED_SECS - SAMPLE_SECS
+    servers = [each for role, each in processes(run) if role == "servers" and each.create_time() < settled]
     if not servers:
         return False
     handle = os.pidfd_open(random.choice(servers).pid)
@@ -174,8 +178,8 @@ def soak(run: Path, minutes: float) -> tuple[list[Sample], int]:
         while time.monotonic() - began < 60 * minutes:
             time.sleep(SAMPLE_SECS)
             samples.append(take(run, began))
-            if time.monotonic() > next_kill:
-                kills += kill_a_server(run)
+            if time.monotonic() > next_kill and kill_a_server(run):
+                kills += 1
                 next_kill = time.monotonic() + random.uniform(*KILL_SECS)
             state = json.loads(RunDir(run).state.read_text())
             if state["phase"] in ("failed", "cancelled"):
