@@ -234,7 +234,7 @@ def test_which_phases_are_final(phase: Phase) -> None:
 
 
 def test_what_a_killed_daemon_left_in_memory_goes_with_the_next_start_on_the_machine(tmp_path: Path) -> None:
-    left, alive, mine = (tmp_path / run / "inference-0" for run in ("killed", "alive", "mine"))
+    left, alive, mine = (tmp_path / f"{run}-0123abcd" / "inference-0" for run in ("killed", "alive", "mine"))
     dead = local_dir.make(left)
     (left / "v000007-r0").mkdir()
     held = local_dir.make(alive)
@@ -245,3 +245,51 @@ def test_what_a_killed_daemon_left_in_memory_goes_with_the_next_start_on_the_mac
     assert (alive / "v000008-r0").is_dir() and mine.is_dir()
     for each in (held, new):
         os.close(each)
+
+
+def test_a_directory_that_may_be_in_use_is_never_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mine = (tmp_path / f"{run}-0123abcd" / "inference-0" for run in ("killed", "mine"))
+
+    def left() -> None:
+        os.close(local_dir.make(path))
+        (path / "v000007-r0").mkdir()
+
+    def survives() -> bool:
+        local_dir.sweep(tmp_path)
+        return (path / "v000007-r0").is_dir()
+
+    left()
+    with monkeypatch.context() as patch:  # paths.local on storage that other machines see: locks may mean nothing there
+        patch.setattr(local_dir.platform, "node", lambda: "another-machine")
+        assert survives()
+    other = os.stat(path / local_dir.HELD)  # noqa: PTH116
+    taken = local_dir.fcntl.flock
+
+    def come_between(handle: int, how: int) -> None:
+        """The run's next daemon made it anew after the one that sweeps had opened the old lock."""
+        monkeypatch.setattr(local_dir.fcntl, "flock", taken)
+        if not how & local_dir.fcntl.LOCK_NB or os.fstat(handle).st_ino != other.st_ino:
+            return taken(handle, how)
+        left()
+        return taken(handle, how)
+
+    monkeypatch.setattr(local_dir.fcntl, "flock", come_between)
+    assert survives()
+    with monkeypatch.context() as patch:  # in /tmp anybody may make such a directory, and later a link of it
+        patch.setattr(local_dir.os, "getuid", lambda: os.geteuid() + 1)
+        assert survives()
+    assert not survives(), "the last time nothing spoke for it"
+    os.close(local_dir.make(mine))
+
+
+def test_a_directory_in_use_is_not_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_dir, "FREE_SECS", 0.1)
+    path = tmp_path / "run-0123abcd" / "inference-0"
+    held = local_dir.make(path)
+    (path / "v000007-r0").mkdir()
+    with pytest.raises(OSError, match=r"inference-0 is held by another node daemon of this run on this machine"):
+        local_dir.make(path)
+    assert (path / "v000007-r0").is_dir()
+    os.close(held)
+    os.close(local_dir.make(path))
+    assert not (path / "v000007-r0").exists()
