@@ -13,7 +13,7 @@ from core.config import Config, not_built
 from launcher.emulate import FOLLOW_MODEL, emulate
 from launcher.model_sizes import ModelError, ModelShape, local_directory
 from launcher.planning.change import get_value, with_value
-from launcher.planning.dataset import dataset_problems
+from launcher.planning.dataset import dataset_findings
 from launcher.planning.judge import judge
 from launcher.planning.known import cache_of, read_known
 from launcher.planning.layout import BatchPlan, Memory, Node, Partition, Plan, Rank, Server
@@ -65,9 +65,9 @@ def plan(
     doubts: list[str] = []
     # servers alone, as `serve` starts them, read no rows and grade nothing
     if judged.allocation is None or any(not each.is_inference for each in judged.allocation.components):
-        problems += dataset_problems(config)
-        unloadable, doubts = reward_findings(config, user_code or Path.cwd())
-        problems += unloadable
+        for found, uncertain in (dataset_findings(config), reward_findings(config, user_code or Path.cwd())):
+            problems += found
+            doubts += uncertain
     if problems:
         raise PlanError(problems, fits(config, known, device, problems))
     return Plan(

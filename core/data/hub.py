@@ -23,7 +23,10 @@ def resolve(path_or_id: str, *, cache: str | Path | None, kind: Kind) -> Path:
 
     Raises HubError.
     """
-    local = Path(path_or_id).expanduser()
+    try:
+        local = Path(path_or_id).expanduser()
+    except RuntimeError:
+        raise HubError(f"{kind} {path_or_id!r}: this machine knows no such user") from None
     if local.exists():
         return local
     looked = [str(local.absolute())]

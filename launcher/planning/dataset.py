@@ -15,28 +15,41 @@ from core.data.rows import NEEDED_COLUMNS, Rows, RowsError, split_files
 from launcher.planning.known import TRAIN_FILES, VALID_FILES, cache_of
 from launcher.planning.problem import Problem
 
+ELSEWHERE = "if the node of training rank 0 has it, well and good: this machine cannot tell"
 FIRST_BYTES = 32 << 20
 """A first row group up to this is decoded; of a larger one the footer must do."""
 
 
-def dataset_problems(config: Config) -> Iterator[Problem]:
-    """A hub id that is not on this machine is for prepare to bring."""
+def dataset_findings(config: Config) -> tuple[list[Problem], list[str]]:
+    """Problems and warnings. A hub id that is not on this machine is for prepare to bring."""
+    found = list(_problems(config))
+    doubts = [each for each in found if each.message.endswith(ELSEWHERE)]
+    return [each for each in found if each not in doubts], [str(each) for each in dict.fromkeys(doubts)]
+
+
+def _problems(config: Config) -> Iterator[Problem]:
     train, valid = config.train_dataset, config.valid_dataset
-    yield from _problems(config, "train_dataset", train, train.split, TRAIN_FILES)
+    yield from _problems_of(config, "train_dataset", train, train.split, TRAIN_FILES)
     gate = train.dataset_kwargs.get("gate")
     if gate:
-        yield from _problems(config, "train_dataset.dataset_kwargs.gate", train, gate["split"], ())
+        yield from _problems_of(config, "train_dataset.dataset_kwargs.gate", train, gate["split"], ())
     if valid is not None:
-        yield from _problems(config, "valid_dataset", valid, valid.split, VALID_FILES)
+        yield from _problems_of(config, "valid_dataset", valid, valid.split, VALID_FILES)
 
 
-def _problems(config: Config, key: str, dataset: Dataset, split: str | None, names: tuple[str, ...]) -> list[Problem]:
+def _problems_of(
+    config: Config, key: str, dataset: Dataset, split: str | None, names: tuple[str, ...]
+) -> list[Problem]:
     at_path = f"{key.split('.')[0]}.path"
     try:
         place = resolve(dataset.path, cache=cache_of(config), kind="dataset")
     except HubError:
         missing = dataset.path.startswith((".", "~", "/")) and key == at_path.split(".")[0]
-        return [Problem(at_path, f"{dataset.path} is not there; give a directory that is, or a hub id")] * missing
+        elsewhere = config.scheduler.type == "slurm" and dataset.path.startswith("/")
+        advice = ELSEWHERE if elsewhere else "give a directory that is, or a hub id"
+        return [Problem(at_path, f"{dataset.path} is not there; {advice}")] * missing
+    except OSError as error:  # a directory above it is closed to this user
+        return [Problem(at_path, f"{dataset.path} cannot be looked at: {error}")]
     try:
         files = split_files(place, *((split,) if split else names))
     except RowsError as error:

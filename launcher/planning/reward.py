@@ -11,6 +11,17 @@ from launcher.planning.problem import Problem
 from launcher.slurm.ask import asked
 
 IMPORT_SECS = 20.0
+ANYWHERE = (
+    "ModuleNotFoundError",
+    "SyntaxError",
+    "IndentationError",
+    "TabError",
+    "AttributeError",
+    "TypeError",
+    "NameError",
+)
+"""Errors that a module raises on every machine that has the same files. Others may be of a GPU, a driver's library, an
+address or a variable that only a node has."""
 
 
 def reward_findings(config: Config, directory: Path) -> tuple[list[Problem], list[str]]:
@@ -26,6 +37,8 @@ def reward_findings(config: Config, directory: Path) -> tuple[list[Problem], lis
     text = f"{config.reward} cannot be loaded: {wrong}"
     if own_environment(config):
         return [], [f"reward: {text}; the nodes have an environment of their own, where this may differ"]
+    if config.scheduler.type == "slurm" and not wrong.startswith(ANYWHERE):
+        return [], [f"reward: {text}; on a node of the training component this may differ"]
     built_in = ", ".join(BUILT_IN)
     return [Problem("reward", f"{text}; it is looked for in {directory} first; built in are {built_in}")], []
 

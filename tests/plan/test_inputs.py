@@ -11,7 +11,7 @@ import pytest
 
 from core.config import Config
 from launcher.plan import PlanError, plan
-from launcher.planning import reward
+from launcher.planning import dataset, reward
 from tests.support.rows import stand_in_rows
 
 Recipe = Callable[..., Config]
@@ -60,6 +60,29 @@ def test_a_dataset_of_the_hub_that_is_not_here_is_for_prepare(recipe: Recipe) ->
     assert problems(recipe("train_dataset.path=org/name", "valid_dataset.path=org/name")) == []
 
 
+def test_a_dataset_that_only_a_node_has_is_a_warning(recipe: Recipe, tmp_path: Path) -> None:
+    good = f"valid_dataset.path={stand_in_rows(tmp_path / 'good')}"
+    (line,) = problems(recipe("train_dataset.path=/nvme/rows", good))
+    assert line == "train_dataset.path: /nvme/rows is not there; give a directory that is, or a hub id"
+    planned = plan(recipe("train_dataset.path=/nvme/rows", good, "scheduler.type=slurm"))
+    (line,) = (each for each in planned.warnings if "dataset.path" in each)
+    assert line.startswith("train_dataset.path: /nvme/rows is not there; if the node of training rank 0 has it")
+    for path in ("./rows", "~nobody-of-this-name/rows"):
+        (line,) = problems(recipe(f"train_dataset.path={path}", good, "scheduler.type=slurm"))
+        assert line.startswith(f"train_dataset.path: {path} is not there; give")
+
+
+def test_a_dataset_below_a_closed_directory_is_named(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: str, **words: object) -> Path:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(dataset, "resolve", closed)
+    (line, _) = problems(recipe("train_dataset.path=/closed/rows"))
+    assert line == "train_dataset.path: /closed/rows cannot be looked at: [Errno 13] Permission denied: '/closed/rows'"
+
+
 def test_rewards_that_no_run_could_load(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(*args, **row):\n    return 1.0\n\nvalue = 3\n")
     (tmp_path / "broken.py").write_text("import json\n\n\ndef score(:\n")
@@ -92,6 +115,11 @@ def test_a_reward_that_may_be_elsewhere_is_a_warning(
     assert len(problems(slurm)) == 1
     own = recipe("reward=nowhere:score", "scheduler.type=slurm", "slurm.setup=[conda activate theirs]")
     assert any("an environment of their own" in line for line in plan(own).warnings)
+    (tmp_path / "there.py").write_text("import os\n\nos.environ['ONLY_ON_NODES']\n\ndef score(*args): ...\n")
+    (line,) = problems(recipe("reward=there:score"), tmp_path)
+    assert "KeyError: 'ONLY_ON_NODES'" in line
+    warned = plan(recipe("reward=there:score", "scheduler.type=slurm"), user_code=tmp_path).warnings
+    assert any("'ONLY_ON_NODES'" in line and "of the training component this may differ" in line for line in warned)
     (tmp_path / "slow.py").write_text("import time\n\ntime.sleep(60)\n")
     monkeypatch.setattr(reward, "IMPORT_SECS", 0.5)
     warned = plan(recipe("reward=slow:score"), user_code=tmp_path).warnings
