@@ -34,7 +34,8 @@ def wanted(config: Config, plan: Plan, partition: Partition, args: arguments.Rol
     model = resolve(config.actor.path, cache=config.paths.cache, kind="model")
     seat = Seat(
         python=python_of(partition.backend, config, plan.device),
-        model=str(model),
+        # the links of its files mean the same inside then
+        model=str(model.resolve() if container_of(partition.backend, config) else model),
         served_name="",
         device=plan.device,
         port=0,

@@ -37,7 +37,9 @@ def test_the_words_around_a_command() -> None:
         "/usr/bin/apptainer exec --nv --bind /models/m --bind /dev/shm/vlm-rl-0/run --bind /tmp/torchinductor_0 "
         "--bind /tmp/own /images/sglang.sif python3 -P -m sglang.launch_server --port 1"
     )
-    assert made.env == {"A": "b"}
+    assert made.env == {"A": "b", "PYTHONNOUSERSITE": "1"}, "packages of the home directory are another Python's"
+    with pytest.raises(NoContainerError, match="/models/a:b cannot be seen in a container: its name has a colon"):
+        Container("/images/sglang.sif", "/usr/bin/apptainer", True, ("/models/a:b",))
     assert "--nv" not in inside(line, Container("docker://x/y", "singularity", False, ())).argv
 
 
@@ -59,6 +61,19 @@ def test_a_model_of_links_is_seen_with_what_they_lead_to(tmp_path: Path) -> None
     assert directories_of(model) == [str(model)]
     (model / "model.safetensors").symlink_to("../../blobs/1")
     assert directories_of(model) == [str(model), str(blobs)]
+    (model / "round.json").symlink_to("round.json")
+    (model / "gone.json").symlink_to("/nowhere/gone.json")
+    assert directories_of(model) == [str(model), str(blobs)]
+
+
+def test_a_link_that_goes_by_another_link_is_seen_by_both_names(tmp_path: Path) -> None:
+    real, model = tmp_path / "scratch" / "store", tmp_path / "model"
+    real.mkdir(parents=True)
+    model.mkdir()
+    (real / "1").write_text("weights")
+    (tmp_path / "home").symlink_to("scratch")
+    (model / "model.safetensors").symlink_to(tmp_path / "home" / "store" / "1")
+    assert directories_of(model) == [str(model), str(tmp_path / "home" / "store"), str(real)]
 
 
 def test_a_node_without_the_program_says_what_to_do() -> None:
@@ -118,9 +133,10 @@ def apptainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], l
 def test_servers_of_a_run_are_started_in_it(tmp_path: Path, model: Path, apptainer: Callable[[], list[dict]]) -> None:
     """Both parts of a server over two nodes, and again after one's role was killed; the server itself stands in."""
     where = {"sglang_container": str(tmp_path / "servers.sif"), "sglang_python": stand_in(tmp_path)}
+    (tmp_path / "link").symlink_to(model)
 
     async def scenario() -> None:
-        async with spanning(config_of(tmp_path, model, **where), "sglang", 60) as run:
+        async with spanning(config_of(tmp_path, tmp_path / "link", **where), "sglang", 60) as run:
             version = run.publish(1, tensors(model), model)
             await run.until_serving(version, 60)
             before = await run.start()
@@ -132,7 +148,8 @@ def test_servers_of_a_run_are_started_in_it(tmp_path: Path, model: Path, apptain
             assert ranks == ["0", "0", "1", "1"]
             for each in asked:
                 assert each["command"][0] == where["sglang_python"]
-                assert {str(model), str(run.local), each["tmp"]} < set(each["binds"])
+                assert {str(model.resolve()), str(run.local), each["tmp"]} < set(each["binds"])
+                assert str(model.resolve()) in each["command"]
 
     asyncio.run(asyncio.wait_for(scenario(), 180))
 
