@@ -220,7 +220,9 @@ class Guard:
         """The command is dead: TERM, then KILL, until nothing is left below."""
         started = time.monotonic()
         number = signal.SIGTERM if self.asked < 2 else signal.SIGKILL
-        while signal_descendants(number):
+        # asked twice where none is seen: the table is not read at one instant, and after a wrap of pids a child may be
+        # read under a parent that is dead when its own turn comes
+        while signal_descendants(number) or signal_descendants(number):
             patience = self.final if number == signal.SIGTERM else POLL
             until = time.monotonic() + patience
             while descendants(os.getpid()) and time.monotonic() < until and self.asked < 2:
