@@ -5,6 +5,7 @@ Owns the names below a run directory and its creation; it reads and writes no fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -56,24 +57,29 @@ class RunDir:
     def log(self, attempt: int, partition: str, node: int, process: str) -> Path:
         """The one log file of a process of an attempt; its directory is there afterwards, if the run's own is."""
         path = self.logs / str(attempt) / f"{partition}-{node}" / f"{process}.log"
-        if self.root.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(OSError):  # also asked for by who says that storage is away or full
+            if self.root.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
 
     def ailment(self) -> str:
         """What is wrong with the directory itself, during a run; empty where nothing is."""
-        if not self.config.exists():
-            return f"files of {self.root} were removed during the run"
         try:
+            if not self.config.exists():
+                return f"files of {self.root} were removed during the run"
             found = os.statvfs(self.root)
-        except OSError:
+        except OSError:  # storage that is away: a stale handle, a server that does not answer
             return ""
-        full = found.f_bavail * found.f_frsize < FULL_BYTES
+        full = found.f_blocks > 0 and found.f_bavail * found.f_frsize < FULL_BYTES  # some tell no sizes at all
         return f"{self.root} lies on a file system without free space: free some" if full else ""
 
     def unwritable(self, path: Path, error: OSError) -> str:
         """What a person reads when a file of the run cannot be written."""
-        if not self.root.is_dir():
+        try:
+            there = self.root.is_dir()
+        except OSError:
+            there = False
+        if not there:
             return f"{self.root} is gone: it was removed during the run, or its storage is not there any more"
         full = error.errno in FULL
         return f"{path} cannot be written: {error.strerror}" + ("; free some space there" if full else "")

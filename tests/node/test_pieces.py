@@ -211,6 +211,24 @@ def test_what_is_said_of_a_run_directory_that_cannot_be_written(tmp_path: Path) 
     assert said == f"{run_dir.state} cannot be written: No space left on device; free some space there"
 
 
+def test_storage_that_is_away_is_said_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, stale = RunDir(tmp_path / "run"), OSError(errno.ESTALE, "Stale file handle")
+    run_dir.create()
+
+    def away(path: Path, **words: object) -> os.stat_result:
+        raise stale
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", away)
+        assert run_dir.ailment() == ""
+        assert run_dir.unwritable(run_dir.state, stale).startswith(f"{run_dir.root} is gone: ")
+        assert run_dir.log(1, "training", 0, "daemon").name == "daemon.log"
+    run_dir.config.touch()
+    zeros = os.statvfs_result((0,) * 10)
+    monkeypatch.setattr(os, "statvfs", lambda path: zeros)
+    assert run_dir.ailment() == "", "a file system that tells no sizes is not full"
+
+
 def test_the_watchdog_sees_movement_in_counters_only() -> None:
     dog = Watchdog(10, now=0)
     status = {"step": 1, "uptime": 0.0, "wait_trainer_secs": 0.0, "servers": {"a": {"version": 1, "beat_age": 0.0}}}
