@@ -20,4 +20,5 @@ def find_run(text: str) -> RunDir:
     near = difflib.get_close_matches(text.strip("/"), known, n=3, cutoff=0.3) or known[-3:]
     looked = ", ".join(str(path) for path in candidates)
     hint = f"\n  there is: {', '.join(near)}" if near else "\n  there is no run below ./runs yet"
+    hint += "\n  of a run in another cluster.fileroot give the directory: FILEROOT/experiment/trial"
     raise RunDirError(f"no run {text!r}: looked for config.yaml in {looked}{hint}")

@@ -27,6 +27,8 @@ from launcher.run_dir import RunDir, RunDirError, run_dir_of
 from launcher.slurm.queue import forget_jobs
 
 ENDING_SECS = 25.0
+REFUSED = "sbatch"
+"""The process that the error of a run names whose job Slurm did not take."""
 
 
 class RunExistsError(UserError):
@@ -152,6 +154,8 @@ def _refuse_existing(run_dir: RunDir) -> None:
             f"{run_dir.root} is a run that is alive: `python -m launcher cancel {run_dir.root}`, {other}"
         )
     assert found.state is not None
+    if found.state.attempt == 1 and found.state.error is not None and found.state.error.process == REFUSED:
+        return  # nothing of it has run: the same command, mended, may go on under its name
     said = f"{found.state.phase}" if found.ended else "dead"
     raise RunExistsError(
         f"{run_dir.root} is a run already ({said}, step {found.state.step}):\n"

@@ -122,7 +122,8 @@ def job_lines(run_dir: RunDir, found: Liveness) -> list[str]:
     services = found.answer["services"] if found.answer else {}
     trainer, rollout = services.get("trainer"), services.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("servers"), dict):
-        up = sum(each.get("state") == "serving" for each in rollout["servers"].values())
+        # one that is paused or loads is up: it takes a new version between two steps
+        up = sum(each.get("state") not in ("starting", "out") for each in rollout["servers"].values())
         lines.append(f"  servers up: {up} of {len(rollout['servers'])}")
     if isinstance(trainer, dict) and trainer.get("eta_secs") is not None:
         lines.append(f"  ends in about {duration(trainer['eta_secs'])}")

@@ -68,10 +68,18 @@ class RankGroup:
         while True:
             await asyncio.sleep(LOOK_SECS)
             said = self.announced()
+            self._note_working(said)
             complete = len(said) == len(self.children) and not self.ending and not self._dead
             stuck = find_stuck(said, self._deadline_of) if complete else None
             if stuck is not None:
                 await self._end_stuck(stuck, said)
+
+    def _note_working(self, said: dict[str, Announced]) -> None:
+        """Rank 0 registers where it answers; the others answer nobody, and are up once they do something."""
+        for name, announced in said.items():
+            child = self.children[name]
+            if child.state is ChildState.STARTING and name != "rank-0" and announced.phase != "starting":
+                child.registered("")
 
     async def _end_stuck(self, stuck: Stuck, said: dict[str, Announced]) -> None:
         generation, child = self.generation, self.children[stuck.name]

@@ -13,7 +13,7 @@ from pathlib import Path
 from submitit.core.plugins import get_executors
 
 from core.config import load
-from launcher.launch import Launch
+from launcher.launch import REFUSED, Launch
 from launcher.node.specs import REPOSITORY
 from launcher.node.state import Phase, RunError, read_state, write_state
 from launcher.run_dir import RunDir
@@ -65,7 +65,7 @@ class SlurmScheduler:
         scancel(job_ids)
         state = read_state(run_dir)
         assert state is not None
-        write_state(run_dir, dataclasses.replace(state, phase=Phase.FAILED, error=RunError("sbatch", why)))
+        write_state(run_dir, dataclasses.replace(state, phase=Phase.FAILED, error=RunError(REFUSED, why)))
 
     @staticmethod
     def _note_first(run_dir: RunDir, job_ids: list[str]) -> None:

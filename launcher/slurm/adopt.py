@@ -48,9 +48,11 @@ def check_nodes(plan: Plan) -> None:
         name = f"VLM_RL_{partition.name.upper()}_NODES"
         given = [each for each in os.environ.get(name, "").split(",") if each]
         if len(given) != len(partition.nodes):
+            layout = " (--emulate has at most two GPUs a side)" if plan.emulate else ""
             raise AllocationMismatchError(
-                f"the {partition.name} partition wants {len(partition.nodes)} nodes, the job gives it {len(given)} "
-                f"({', '.join(given) or 'none'}): change --nodes of its component in the template, or allocation_mode"
+                f"the {partition.name} partition wants {len(partition.nodes)} node(s){layout}, the job gives it "
+                f"{len(given)} ({', '.join(given) or 'none'}): change --nodes of its component in the template, or "
+                "allocation_mode"
             )
 
 

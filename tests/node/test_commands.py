@@ -17,10 +17,10 @@ from core.config import load
 from core.telemetry.files import append_line
 from launcher.commands.status import status_text
 from launcher.emulate import tiny_checkpoint
-from launcher.launch import AliveError, RunExistsError, begin, begin_again
+from launcher.launch import REFUSED, AliveError, RunExistsError, begin, begin_again
 from launcher.liveness import Liveness, look
 from launcher.node.specs import REPOSITORY
-from launcher.node.state import State, heartbeat_file, read_rendezvous, read_state, write_state
+from launcher.node.state import Phase, RunError, State, heartbeat_file, read_rendezvous, read_state, write_state
 from tests.node.conftest import FakeRun
 from tests.node.living import until
 
@@ -55,6 +55,7 @@ def test_submit_returns_status_shows_cancel_ends(fake_run: Make) -> None:
     run = fake_run(**TRAINING_ALONE)
     submitted(run)
     until(lambda: len(run.daemon().get("/registry")["services"]) == 2, 60)
+    until(lambda: run.daemon().get("/status")["children"]["rank-1"]["state"] == "up", 30)
     code, said = launcher("status", run.run_dir.root)
     assert code == 0 and f"{run.run_dir.root}: running" in said and "rank-1" in said and "resume" not in said
     found = json.loads(launcher("status", run.run_dir.root, "--json")[1])
@@ -171,6 +172,18 @@ def test_a_run_directory_is_never_started_twice(fake_run: Make) -> None:
     assert f"python -m launcher resume {run.run_dir.root}\n" in str(caught.value)
     assert "trial_name=" in str(caught.value)
     assert run.state.attempt == 1
+
+
+def test_a_name_whose_job_slurm_refused_is_free(fake_run: Make) -> None:
+    run = fake_run(**TRAINING_ALONE)
+    config = load(run.run_dir.config, [])
+    refusal = RunError(REFUSED, "sbatch: error: invalid partition specified: gpu")
+    write_state(run.run_dir, State(Phase.FAILED, 2, error=refusal))
+    with pytest.raises(RunExistsError, match="is a run already"):
+        begin(config, run.plan)
+    write_state(run.run_dir, State(Phase.FAILED, 1, error=refusal))
+    begin(config, run.plan)
+    assert run.state.phase == "starting" and run.state.error is None
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 100) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.rpc.service import Service, serve_in_thread
+from core.telemetry.phases import announce
 from launcher.node.specs import CANNOT_GO_ON
 from launcher.roles.arguments import RoleArguments, parse, register
 
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> None:
         counts = {"step": 3, "progress": {"step": 3}} if arguments.rank == 0 else {"served": 1}
         service = Service(arguments.name, arguments.run_dir.read_token(), status=lambda: counts)
         register(arguments, serve_in_thread(service, arguments.host))
+    else:
+        announce("waiting")
     if behaviour == "die_once" and first_time(arguments):
         raise ValueError(f"{arguments.name} dies once")
     act(behaviour, arguments)
