@@ -129,7 +129,9 @@ async def _serve(
         print(f"the server ended with status {ending[0].result()}", file=sys.stderr, flush=True)
         return 1
     except NotReadyError as error:
-        print(f"NotReadyError: {error}", file=sys.stderr, flush=True)
+        first, *more = str(error).splitlines()
+        absent = await notices.absent() if notices is not None else ""
+        print("\n".join([f"NotReadyError: {first}{absent}", *more]), file=sys.stderr, flush=True)
         return 1
     finally:
         for task in (starting, stopping, *broken):

@@ -62,6 +62,15 @@ class Notices:
         parts = [PartReport(*(row[key] for key in ("name", "server", "part", "start", "state", "why"))) for row in rows]
         return Meeting.of(found["meetings"].get(self._server.name)), parts
 
+    async def absent(self) -> str:
+        """Of the head: words for the parts that are not with its start, to go behind what it says itself."""
+        try:
+            _, parts = await self.look()
+        except RpcError:
+            return ""
+        away = [each for each in parts if each.start != self.start or each.state != "up"]
+        return "".join(f"; {each.name} is not with it ({each.why or each.state})" for each in away)
+
     async def until_broken(self) -> PartReport:
         """Of the head: returns when a part of its start has ended, or will not start any more."""
         while True:
@@ -92,7 +101,11 @@ async def follow(
     guard.become_subreaper()
     part = _Part(notices, seat, build, log)
     _, parts = await notices.look()
-    part.joined = next((each.start for each in parts if each.name == me), "")
+    before = next((each for each in parts if each.name == me), None)
+    if before is not None and before.start:
+        part.joined = before.start
+        if before.state == "up":  # said by a process of ours that is gone, so late that nobody said it is
+            await notices.report(before.start, "down", "its process started again")
     stopping = asyncio.ensure_future(stop)
     try:
         while not stopping.done():
