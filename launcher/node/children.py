@@ -181,17 +181,13 @@ def environment(spec: Spec) -> dict[str, str]:
 
 def end_strays() -> None:
     """A guard was killed: what it left behind has become our own child, and is no guard."""
-    while strays := _strays() or _strays():  # twice, as in launcher.node.guard
+    while strays := [pid for pid, parent in guard.parents().items() if parent == os.getpid() and not _is_guard(pid)]:
         for pid in strays:
             with contextlib.suppress(OSError):
                 handle = os.pidfd_open(pid)
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
                 os.close(handle)
                 os.waitpid(pid, 0)  # its own children are ours now, and seen in the next round
-
-
-def _strays() -> list[int]:
-    return [pid for pid, parent in guard.parents().items() if parent == os.getpid() and not _is_guard(pid)]
 
 
 def _is_guard(pid: int) -> bool:

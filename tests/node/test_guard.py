@@ -224,3 +224,29 @@ def test_a_daemons_directory_goes_however_it_ended(tmp_path: Path) -> None:
     words = [sys.executable, "-S", "-E", "-P", str(GUARD), "--empty", str(local), "--", "/bin/sh", "-c", "kill -9 $$"]
     assert subprocess.run(words, stdin=subprocess.PIPE, timeout=20, check=False).returncode == 137
     assert not (tmp_path / "run").exists()
+
+
+# its first thread ends, another lives on: for the kernel a zombie, and yet its children are nobody else's
+HEADLESS = """
+import ctypes, subprocess, sys, threading, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_the_children_of_a_process_without_its_first_thread_are_seen() -> None:
+    """Else those of a server whose threads take their time to die would outlive it."""
+    with subprocess.Popen([sys.executable, "-c", HEADLESS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        state = Path(f"/proc/{process.pid}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", 20, "the first thread is gone")
+        try:
+            found = guard.descendants(os.getpid())
+            assert process.pid in found
+            (child,) = (pid for pid, parent in guard.parents().items() if parent == process.pid)
+            assert child in found
+            os.kill(child, signal.SIGKILL)
+        finally:
+            process.kill()

@@ -299,7 +299,7 @@ def test_ranks_are_not_restarted_for_ever(fake_run: Make) -> None:
 
 
 def test_nothing_moves_for_watchdog_secs(fake_run: Make) -> None:
-    run = fake_run(overrides=("watchdog_secs=3",), behaviour={"rank-0": "serve", "rank-1": "serve"})
+    run = fake_run(overrides=("watchdog_secs=12",), behaviour={"rank-0": "serve", "rank-1": "serve"})
     code, said = finished(run.launch())
     assert code == 1
     assert "watchdog: nothing moved for" in said
