@@ -164,7 +164,7 @@ class Silence:
     def error(self) -> RunError:
         node = lead_node(self._launch.plan)
         partition, _, index = node.rpartition("-")
-        log = self._launch.run_dir.log(self._launch.attempt, partition, int(index), "daemon")
+        log = self._launch.run_dir.log_file(self._launch.attempt, partition, int(index), "daemon")
         how = f"no heartbeat for {self._launch.daemon_secs:g} s (deadlines.daemon): it is stopped, or hangs"
         return RunError(f"daemon of {node}", how, log=str(log))
 
@@ -174,7 +174,7 @@ def _daemon_error(launch: Launch, exits: object) -> RunError | None:
     for node, code in exits.items():
         if code:
             partition, _, index = node.rpartition("-")
-            log = launch.run_dir.log(launch.attempt, partition, int(index), "daemon")
+            log = launch.run_dir.log_file(launch.attempt, partition, int(index), "daemon")
             how = f"was ended by {signal.Signals(code - 128).name}" if code > 128 else f"ended with status {code}"
             return RunError(f"daemon of {node}", how, "\n".join(tail(log)), str(log))
     return None

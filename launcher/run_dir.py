@@ -5,7 +5,6 @@ Owns the names below a run directory and its creation; it reads and writes no fi
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -54,12 +53,15 @@ class RunDir:
     metrics = _Below("metrics.jsonl")
     tb = _Below("tb")
 
+    def log_file(self, attempt: int, partition: str, node: int, process: str) -> Path:
+        """The one log file of a process of an attempt."""
+        return self.logs / str(attempt) / f"{partition}-{node}" / f"{process}.log"
+
     def log(self, attempt: int, partition: str, node: int, process: str) -> Path:
-        """The one log file of a process of an attempt; its directory is there afterwards, if the run's own is."""
-        path = self.logs / str(attempt) / f"{partition}-{node}" / f"{process}.log"
-        with contextlib.suppress(OSError):  # also asked for by who says that storage is away or full
-            if self.root.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """The same, to write it: its directory is there afterwards, if the run's own is."""
+        path = self.log_file(attempt, partition, node, process)
+        if self.root.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
 
     def ailment(self) -> str:

@@ -93,7 +93,7 @@ class Daemon:
             self._ended.set()
 
     def fail(self, message: str) -> None:
-        log = self.context.run_dir.log(self.context.attempt, self.context.partition, self.context.node, "daemon")
+        log = self.context.run_dir.log_file(self.context.attempt, self.context.partition, self.context.node, "daemon")
         self.end(Ending(Phase.FAILED, RunError(f"daemon of {self.context.name}", message, log=str(log))))
 
     def say(self, text: str) -> None:

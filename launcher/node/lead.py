@@ -164,7 +164,9 @@ class Lead:
         text = report(self.statuses, self._children(), still)
         self._say(text)
         first = text.splitlines()[0]
-        log = str(self.context.run_dir.log(self.context.attempt, self.context.partition, self.context.node, "daemon"))
+        log = str(
+            self.context.run_dir.log_file(self.context.attempt, self.context.partition, self.context.node, "daemon")
+        )
         self._end(Ending(Phase.FAILED, RunError("watchdog", first, text, log)))
 
     async def close(self) -> None:
@@ -251,5 +253,5 @@ def lost_daemon(context: NodeContext, node: str, why: str, machine: str) -> RunE
     planned = context.plan.partition(partition)
     parts = [each for each in planned.nodes[int(index)].servers if each.parts > 1] if planned else []
     why += "".join(f"; it held part {each.part} of {each.name}" for each in parts)
-    log = context.run_dir.log(context.attempt, partition, int(index), "daemon")
+    log = context.run_dir.log_file(context.attempt, partition, int(index), "daemon")
     return RunError(f"daemon of {node}", f"on {machine}: {why}" if machine else why, log=str(log))

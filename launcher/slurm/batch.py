@@ -119,7 +119,7 @@ def broken_off(run_dir: RunDir, attempt: int, statuses: Mapping[str, int]) -> Ru
     if statuses and set(statuses.values()) <= {0, AGAIN_STATUS} and AGAIN_STATUS in statuses.values():
         return None
     for name, code in statuses.items():
-        if code and not run_dir.log(attempt, name, 0, "daemon").exists():
+        if code and not run_dir.log_file(attempt, name, 0, "daemon").exists():
             text = f"never started: its srun ended with status {code}; what it said is in {run_dir.submitit}/*.out"
             return RunError(f"daemon of {name}-0", text, log=str(run_dir.submitit))
     parts = [

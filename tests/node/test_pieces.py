@@ -222,7 +222,7 @@ def test_storage_that_is_away_is_said_and_raises_nothing(tmp_path: Path, monkeyp
         patch.setattr(Path, "stat", away)
         assert run_dir.ailment() == ""
         assert run_dir.unwritable(run_dir.state, stale).startswith(f"{run_dir.root} is gone: ")
-        assert run_dir.log(1, "training", 0, "daemon").name == "daemon.log"
+        assert run_dir.log_file(1, "training", 0, "daemon").name == "daemon.log"
     run_dir.config.touch()
     zeros = os.statvfs_result((0,) * 10)
     monkeypatch.setattr(os, "statvfs", lambda path: zeros)
