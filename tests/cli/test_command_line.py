@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "launcher", "plan", "configs/smoke.yaml"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job is made deaf to it
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
