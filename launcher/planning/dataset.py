@@ -16,6 +16,7 @@ from launcher.planning.known import TRAIN_FILES, VALID_FILES, cache_of
 from launcher.planning.problem import Problem
 
 ELSEWHERE = "if the node of training rank 0 has it, well and good: this machine cannot tell"
+FOR_PREPARE = "a run ends at once without it: `python -m launcher prepare CONFIG` brings it, where there is internet"
 FIRST_BYTES = 32 << 20
 """A first row group up to this is decoded; of a larger one the footer must do."""
 
@@ -23,8 +24,9 @@ FIRST_BYTES = 32 << 20
 def dataset_findings(config: Config) -> tuple[list[Problem], list[str]]:
     """Problems and warnings. A hub id that is not on this machine is for prepare to bring."""
     found = list(_problems(config))
-    doubts = [each for each in found if each.message.endswith(ELSEWHERE)]
-    return [each for each in found if each not in doubts], [str(each) for each in dict.fromkeys(doubts)]
+    doubts = [each for each in found if each.message.endswith((ELSEWHERE, FOR_PREPARE))]
+    once = {each.message: str(each) for each in reversed(doubts)}
+    return [each for each in found if each not in doubts], [*reversed(once.values())]
 
 
 def _problems(config: Config) -> Iterator[Problem]:
@@ -44,10 +46,13 @@ def _problems_of(
     try:
         place = resolve(dataset.path, cache=cache_of(config), kind="dataset")
     except HubError:
-        missing = dataset.path.startswith((".", "~", "/")) and key == at_path.split(".")[0]
+        if key != at_path.split(".")[0]:
+            return []  # said of its dataset already
+        if not dataset.path.startswith((".", "~", "/")):
+            return [Problem(at_path, f"{dataset.path} is not on this machine; {FOR_PREPARE}")]
         elsewhere = config.scheduler.type == "slurm" and dataset.path.startswith("/")
         advice = ELSEWHERE if elsewhere else "give a directory that is, or a hub id"
-        return [Problem(at_path, f"{dataset.path} is not there; {advice}")] * missing
+        return [Problem(at_path, f"{dataset.path} is not there; {advice}")]
     except OSError as error:  # a directory above it is closed to this user
         return [Problem(at_path, f"{dataset.path} cannot be looked at: {error}")]
     try:

@@ -57,7 +57,10 @@ def test_datasets_that_no_run_could_read(recipe: Recipe, tmp_path: Path) -> None
 
 
 def test_a_dataset_of_the_hub_that_is_not_here_is_for_prepare(recipe: Recipe) -> None:
-    assert problems(recipe("train_dataset.path=org/name", "valid_dataset.path=org/name")) == []
+    config = recipe("train_dataset.path=org/name", "valid_dataset.path=org/name")
+    assert problems(config) == []
+    (line,) = (each for each in plan(config).warnings if "dataset.path" in each)
+    assert line.startswith("train_dataset.path: org/name is not on this machine;") and "launcher prepare" in line
 
 
 def test_a_dataset_that_only_a_node_has_is_a_warning(recipe: Recipe, tmp_path: Path) -> None:
