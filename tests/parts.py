@@ -101,6 +101,12 @@ PARTS = (
         60,
         full=True,
     ),
+    Part(
+        "weight sync",
+        ((sys.executable, "-m", "bench.weight_sync", "--megabytes", "10", "100", "500", "2000", "--check"),),
+        15,
+        full=True,
+    ),
     Part("asynchrony", ((sys.executable, "bench/async.py", "--check"),), 15, full=True),
     Part(
         "quickstart as a hetjob",
