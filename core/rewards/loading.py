@@ -6,6 +6,7 @@ grading core.rewards.pool's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -36,8 +37,8 @@ def load_error(reward: str, directory: Path, *, seconds: float) -> str | None:
         env=environment(),
         start_new_session=True,
     )
+    assert process.stdin is not None and process.stdout is not None
     try:
-        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps({"function": reward, "directory": str(directory)}).encode() + b"\n")
         process.stdin.flush()
         said = _line(process.stdout.fileno(), time.monotonic() + seconds)
@@ -45,7 +46,10 @@ def load_error(reward: str, directory: Path, *, seconds: float) -> str | None:
         said = b""
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()  # its end, not that of its output: what the module left running may hold that
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
     try:
         answer = json.loads(said)
     except ValueError:

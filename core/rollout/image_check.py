@@ -49,7 +49,8 @@ class ImageCheck:
             "logit_bias": {str(token): BANNED for token in banned},
         }
         self._asked: dict[str, tuple[float, int]] = {}
-        self._unclear: Counter[str] = Counter()
+        self._unclear: Counter[tuple[str, float]] = Counter()
+        """Of each start of a server: how many prompts have told nothing."""
         self._turn = asyncio.Lock()
 
     async def before(self, prompt: Prompt, pngs: Sequence[bytes]) -> None:
@@ -93,13 +94,13 @@ class ImageCheck:
         except (ServerLostError, ServerRefusedError, TimeoutError) as error:
             print(f"whether {server.name} sees images could not be asked yet: {error}", file=sys.stderr, flush=True)
             return server, None
-        alike = same_answer(seen, blank, noise=distance(seen, again))
+        alike, start = same_answer(seen, blank, noise=distance(seen, again)), (server.name, server.started)
         if alike and is_sure(seen):
-            self._unclear[server.name] += 1
-            if self._unclear[server.name] < PROMPTS:
+            self._unclear[start] += 1
+            if self._unclear[start] < PROMPTS:
                 return server, None
             print(f"whether {server.name} sees images cannot be told: the policy is sure of every token", flush=True)
-        self._unclear.pop(server.name, None)
+        self._unclear.pop(start, None)
         self._asked[server.name] = (server.started, version)
         return server, not alike or is_sure(seen)
 

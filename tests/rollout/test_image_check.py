@@ -78,3 +78,11 @@ def test_of_a_sure_policy_a_later_prompt_decides(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(server.check._pool.servers["server-0"], "generate", unsure)
     with pytest.raises(BlindServerError):
         server.prompts(1)
+
+
+def test_another_start_of_a_server_is_asked_anew() -> None:
+    server = Asked(-1e-6, 0.0)
+    server.prompts(PROMPTS - 1)
+    server.check._pool.servers["server-0"].started = 2.0
+    server.prompts(PROMPTS + 2)
+    assert server.questions == 3 * (PROMPTS - 1 + PROMPTS)
