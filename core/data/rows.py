@@ -122,6 +122,6 @@ class Rows:
 
 def _open(file: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file)
+        return pq.ParquetFile(file.absolute())  # a relative one with a colon would be read as a URI
     except (pa.ArrowException, OSError) as error:
         raise RowsError(f"{file} is not readable parquet: {error}") from error

@@ -79,7 +79,7 @@ def dataset_rows(dataset: Dataset, cache: Path, *names: str) -> int | None:
     try:
         wanted = (dataset.split,) if dataset.split else names or TRAIN_FILES
         files = split_files(resolve(dataset.path, cache=cache, kind="dataset"), *wanted)
-        rows = sum(pyarrow.parquet.read_metadata(each).num_rows for each in files)
+        rows = sum(pyarrow.parquet.read_metadata(each.absolute()).num_rows for each in files)
     except (HubError, RowsError, OSError, pyarrow.ArrowException):
         return None
     return min(rows, dataset.dataset_kwargs.get("max_rows") or rows)

@@ -46,6 +46,14 @@ def test_max_rows_takes_the_first(two_files: Path) -> None:
     assert len(Rows(split_files(two_files, "train"), max_rows=500)) == 12
 
 
+def test_a_relative_directory_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "geometry:2").mkdir()
+    write_numbers(tmp_path / "geometry:2" / "train.parquet", range(3))
+    monkeypatch.chdir(tmp_path)
+    rows = Rows(split_files(Path("geometry:2"), "train"))
+    assert len(rows) == 3 and rows[2].columns["number"] == 2
+
+
 def test_a_split_is_found_by_the_first_of_its_names(two_files: Path, tmp_path: Path) -> None:
     assert [file.name for file in split_files(two_files, "test", "validation")] == ["validation-00000-of-00001.parquet"]
     assert split_files(two_files / "train-00000-of-00002.parquet", "test") == [
