@@ -1,4 +1,4 @@
-"""What is wrong with an image for the servers alone (paths.vllm_container, paths.sglang_container)."""
+"""An image for the servers alone (paths.vllm_container, paths.sglang_container): which, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from launcher.allocation import Allocation
 from launcher.planning.problem import Problem
 from launcher.servers.environment import container_of, is_path
 from launcher.slurm.ask import asked
+
+
+def container_notes(config: Config, allocation: Allocation) -> Iterator[str]:
+    for each in allocation.components:
+        image = container_of(each.backend, config) if each.is_inference else None
+        if image is not None:
+            yield f"{each.backend} servers run in {image}, by apptainer or singularity: on PATH of their nodes"
 
 
 def container_problems(config: Config, allocation: Allocation) -> Iterator[Problem]:

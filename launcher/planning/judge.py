@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from core.config import Config
 from launcher.allocation import Allocation, AllocationError, Component, parse, pointer
 from launcher.planning.batch import batch_plan, batch_problems, lengths_of, row_problems
-from launcher.planning.container import container_problems
+from launcher.planning.container import container_notes, container_problems
 from launcher.planning.divisibility import cutting_problems
 from launcher.planning.known import Known
 from launcher.planning.layout import BatchPlan, Memory, Partition
@@ -56,6 +56,7 @@ def judge(config: Config, known: Known, device: str) -> Judgement:
         result.batch = batch_plan(config, known, trainer.dims.d)
     if not sides:
         _judge_memory(result, config, known, allocation.components, device)
+    result.notes += container_notes(config, allocation)
     result.problems += container_problems(config, allocation)
     result.problems += limit_problems(config, allocation, known)
     return result

@@ -59,6 +59,16 @@ def test_an_unlocked_server_on_a_shared_node_is_warned_of(recipe: Recipe) -> Non
     assert not warned("allocation_mode=sglang:d4+d4", "scheduler.type=local")
 
 
+def test_an_image_of_the_servers_is_noted(recipe: Recipe) -> None:
+    def noted(*words: str) -> list[str]:
+        return [line for line in plan(recipe(*words)).notes if "apptainer" in line]
+
+    image = "paths.vllm_container=docker://org/image:v1"
+    (line,) = noted("allocation_mode=vllm:d4+d4", image)
+    assert line.startswith("vllm servers run in docker://org/image:v1, by apptainer")
+    assert noted("allocation_mode=sglang:d4+d4", image) == noted() == []
+
+
 def test_no_baseline_is_warned_of(recipe: Recipe) -> None:
     def warned(*words: str) -> bool:
         return any("no baseline" in line for line in plan(recipe(*words)).warnings)
