@@ -76,11 +76,8 @@ def _bring_one(key: str, path: str, kind: Kind, cache: Path) -> Path:
         found = resolve(path, cache=cache, kind=kind)
     except HubError:
         found = None
-    # a snapshot that lacks a shard is completed by the download; a directory of the user's is only checked
-    whole = found is not None and (
-        kind == "dataset" or not checkpoint_problems(found) or Path(path).expanduser().exists()
-    )
-    if found is not None and whole:
+    # a snapshot without a shard, or without rows, is completed by the download; a directory of the user is only checked
+    if found is not None and (Path(path).expanduser().exists() or _is_whole(found, kind)):
         return found
     if path.startswith((".", "~", "/")):
         raise PrepareError(f"{key}: {path} is not there; give a directory that is, or a hub id")
@@ -95,6 +92,10 @@ def _bring_one(key: str, path: str, kind: Kind, cache: Path) -> Path:
             f"{key}: {kind} {path!r} is neither on this machine nor could be downloaded: {first}\n"
             "  run prepare where there is internet, or name a local directory"
         ) from error
+
+
+def _is_whole(snapshot: Path, kind: Kind) -> bool:
+    return any(snapshot.rglob("*.parquet")) if kind == "dataset" else not checkpoint_problems(snapshot)
 
 
 def _backend(config: Config) -> str | None:

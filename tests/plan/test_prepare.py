@@ -113,6 +113,9 @@ def test_what_plan_advises_under_emulate_can_be_typed(rows: Path, tmp_path: Path
 def test_model_and_dataset_are_downloaded_into_the_cache(rows: Path, tiny: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     words = ["prepare", CPU, "train_dataset.path=some/rows", "actor.path=some/model", f"paths.cache={cache}"]
+    begun = cache / "datasets--some--rows" / "snapshots" / "0123"  # by another program, which took the card alone
+    begun.mkdir(parents=True)
+    (begun / "README.md").touch()
     with hub({"models/some/model": tiny, "datasets/some/rows": rows}) as (endpoint, asked):
         done = launch(*words, HF_HUB_OFFLINE="0", HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "home"))
         assert done.returncode == 0, done.stderr
