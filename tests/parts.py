@@ -50,14 +50,14 @@ PARTS = (
     Part(
         "unit",
         (pytest_command("-n", "2", *[f"tests/{area}" for area in UNIT]),),
-        8,
+        12,
     ),
     Part("data", (pytest_command("-n", "2", "tests/data", "tests/weights"),), 8),
     Part("model parity", (pytest_command("-n", "2", "tests/model"),), 10),
     Part("layouts", (pytest_command("tests/parallel"),), 15),
     Part("engine", (pytest_command("-n", "2", "tests/engine"),), 10),
     Part("inference and rollout", (pytest_command("tests/embedded", "tests/rollout", "tests/rewards"),), 15),
-    Part("processes", (pytest_command("tests/node"),), 10),
+    Part("processes", (pytest_command("tests/node"),), 15),
     Part(
         "servers",
         (
