@@ -57,7 +57,7 @@ PARTS = (
     Part("layouts", (pytest_command("tests/parallel"),), 15),
     Part("engine", (pytest_command("-n", "2", "tests/engine"),), 10),
     Part("inference and rollout", (pytest_command("tests/embedded", "tests/rollout", "tests/rewards"),), 15),
-    Part("processes", (pytest_command("tests/node"),), 15),
+    Part("processes", (pytest_command("-n", "2", "tests/node"),), 15),
     Part(
         "servers",
         (
@@ -70,8 +70,8 @@ PARTS = (
     ),
     Part(
         "slurm",
-        # two clusters side by side: most of the time is Slurm's own waiting
-        (pytest_command("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/slurm_cluster"),),
+        # three clusters side by side: most of the time is Slurm's own waiting
+        (pytest_command("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "tests/slurm_cluster"),),
         15,
         needs=CLUSTER,
         root=True,
