@@ -17,51 +17,64 @@ from launcher.planning.problem import Problem
 
 ELSEWHERE = "if the node of training rank 0 has it, well and good: this machine cannot tell"
 FOR_PREPARE = "a run ends at once without it: `python -m launcher prepare CONFIG` brings it, where there is internet"
+Finding = tuple[Problem, bool]
+"""And whether it is one for certain: of what only a node or prepare can tell, plan warns."""
 FIRST_BYTES = 32 << 20
 """A first row group up to this is decoded; of a larger one the footer must do."""
 
 
 def dataset_findings(config: Config) -> tuple[list[Problem], list[str]]:
     """Problems and warnings. A hub id that is not on this machine is for prepare to bring."""
-    found = list(_problems(config))
-    doubts = [each for each in found if each.message.endswith((ELSEWHERE, FOR_PREPARE))]
-    once = {each.message: str(each) for each in reversed(doubts)}
-    return [each for each in found if each not in doubts], [*reversed(once.values())]
+    problems: list[Problem] = []
+    doubts: dict[str, str] = {}  # by message: two datasets of one path are one doubt
+    for found, certain in _findings(config):
+        if certain:
+            problems.append(found)
+        else:
+            doubts.setdefault(found.message, str(found))
+    return problems, list(doubts.values())
 
 
-def _problems(config: Config) -> Iterator[Problem]:
+def _findings(config: Config) -> Iterator[Finding]:
     train, valid = config.train_dataset, config.valid_dataset
-    yield from _problems_of(config, "train_dataset", train, train.split, TRAIN_FILES)
+    yield from _findings_of(config, "train_dataset", train, train.split, TRAIN_FILES)
     gate = train.dataset_kwargs.get("gate")
     if gate:
-        yield from _problems_of(config, "train_dataset.dataset_kwargs.gate", train, gate["split"], ())
+        yield from _findings_of(config, "train_dataset.dataset_kwargs.gate", train, gate["split"], ())
     if valid is not None:
-        yield from _problems_of(config, "valid_dataset", valid, valid.split, VALID_FILES)
+        yield from _findings_of(config, "valid_dataset", valid, valid.split, VALID_FILES)
 
 
-def _problems_of(
+def _findings_of(
     config: Config, key: str, dataset: Dataset, split: str | None, names: tuple[str, ...]
-) -> list[Problem]:
+) -> Iterator[Finding]:
     at_path = f"{key.split('.')[0]}.path"
     try:
         place = resolve(dataset.path, cache=cache_of(config), kind="dataset")
     except HubError:
-        if key != at_path.split(".")[0]:
-            return []  # said of its dataset already
-        if not dataset.path.startswith((".", "~", "/")):
-            return [Problem(at_path, f"{dataset.path} is not on this machine; {FOR_PREPARE}")]
-        elsewhere = config.scheduler.type == "slurm" and dataset.path.startswith("/")
-        advice = ELSEWHERE if elsewhere else "give a directory that is, or a hub id"
-        return [Problem(at_path, f"{dataset.path} is not there; {advice}")]
+        if key == at_path.split(".")[0]:  # else it is said of its dataset already
+            yield _missing(config, at_path, dataset.path)
+        return
     except OSError as error:  # a directory above it is closed to this user
-        return [Problem(at_path, f"{dataset.path} cannot be looked at: {error}")]
+        yield Problem(at_path, f"{dataset.path} cannot be looked at: {error}"), True
+        return
     try:
         files = split_files(place, *((split,) if split else names))
     except RowsError as error:
         other = split and error.present
-        return [Problem(f"{key}.split" if other else at_path, str(error))]
+        yield Problem(f"{key}.split" if other else at_path, str(error)), True
+        return
     wrong = _unreadable(files)
-    return [Problem(at_path, wrong)] if wrong else []
+    if wrong:
+        yield Problem(at_path, wrong), True
+
+
+def _missing(config: Config, key: str, path: str) -> Finding:
+    if not path.startswith((".", "~", "/")):
+        return Problem(key, f"{path} is not on this machine; {FOR_PREPARE}"), False
+    if config.scheduler.type == "slurm" and path.startswith("/"):
+        return Problem(key, f"{path} is not there; {ELSEWHERE}"), False
+    return Problem(key, f"{path} is not there; give a directory that is, or a hub id"), True
 
 
 def _unreadable(files: list[Path]) -> str | None:
